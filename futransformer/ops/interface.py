@@ -1,0 +1,96 @@
+"""The operations of a Llama step, as the generated kernels and the reference both offer them.
+
+``model.py`` is written against this protocol alone. docs/architecture.md gives the layout of every tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
+
+
+class Ops(Protocol):
+    """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates."""
+
+    device: torch.device
+
+    def describe(self) -> str:
+        """Say in one line what computes: the card and its kernels, or the CPU reference."""
+        ...
+
+    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+        """Turn a logical weight [N, K] into what this backend's GEMM reads."""
+        ...
+
+    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows ``indices`` [T] of ``table`` [R, H] as x [T, H], and sumsq [T, 1]."""
+        ...
+
+    def qkv(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
+        ...
+
+    def attention_prefill(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_q: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of each sequence's queries (its last rows) over its pages; [T, heads * head_dim]."""
+        ...
+
+    def attention_decode(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_k: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
+        ...
+
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return residual + x W^T, written in place of ``residual``, and its sumsq."""
+        ...
+
+    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """Return h = silu(gate) * up [T, intermediate_size]."""
+        ...
+
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return residual + x W^T, written in place of ``residual``, and its sumsq."""
+        ...
+
+    def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """Return float32 logits [T, vocab_size]; a view of a padded row when the vocabulary is not a multiple of 64."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return the index of each row's largest logit, the lowest among equals; int32 [T]."""
+        ...

@@ -1,0 +1,26 @@
+"""Checks of what a caller hands to an op: one InputError that names the op, the argument and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from futransformer.generator.errors import InputError
+
+
+def check_tensor(
+    op: str, name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Require a contiguous tensor of this shape (None: any extent), type and device."""
+    if tensor.dtype != dtype:
+        raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; convert it with .to({dtype})")
+    if tensor.device.type != device.type or (device.index is not None and tensor.device != device):
+        raise InputError(f"{op}: {name} is on {tensor.device}, the kernels are on {device}; move it there")
+    fits = len(shape) == tensor.dim() and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise InputError(f"{op}: {name} must have shape [{wanted}], not {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise InputError(f"{op}: {name} must be contiguous, its strides are {tensor.stride()}; call .contiguous()")

@@ -1,0 +1,55 @@
+"""The precisions that kernels are generated for: one row each, read by specs, ops and tests.
+
+A precision names four things: what the prefill GEMMs read, what the decode GEMMs read, what the KV cache holds,
+and what the head reads. Stage by stage, FP8 and INT4 become rows of this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Element:
+    """A storage type: its CUTLASS name, and the bits of one element."""
+
+    name: str  # as in kernel names
+    cutlass: str  # C++ type
+    bits: int
+
+
+BF16 = Element("bf16", "cutlass::bfloat16_t", 16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which element each phase of the model reads.
+
+    ``atol`` and ``rtol_factor`` are the tolerance rule of the kernels' tests: the error against a float32 reference
+    may be at most ``rtol_factor`` times that of PyTorch in the same element type, plus ``atol`` times the largest
+    reference value (one unit in the last place of the output element).
+    """
+
+    name: str
+    prefill: Element
+    decode: Element
+    kv: Element
+    head: Element
+    rtol_factor: float
+    atol: float
+
+
+PRECISIONS: dict[str, Precision] = {
+    "bf16": Precision("bf16", prefill=BF16, decode=BF16, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+}
+
+
+def get_precision(name: str | Precision) -> Precision:
+    """Look a precision up by name; UnsupportedError lists the rows that exist."""
+    if isinstance(name, Precision):
+        return name
+    if name not in PRECISIONS:
+        raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]

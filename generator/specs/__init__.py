@@ -1,0 +1,23 @@
+"""Kernel specifications, one module a kind of kernel."""
+
+from .attention_decode import AttentionDecodeSpec
+from .attention_prefill import AttentionPrefillSpec
+from .base import ABI_VERSION, PAGE_SIZE, Heads, KernelSpec, Param, Tile
+from .decode_gemm import DecodeGemmSpec
+from .gemm import GemmSpec
+from .rows import ArgmaxSpec, GatherRowsSpec
+
+__all__ = [
+    "ABI_VERSION",
+    "PAGE_SIZE",
+    "ArgmaxSpec",
+    "AttentionDecodeSpec",
+    "AttentionPrefillSpec",
+    "DecodeGemmSpec",
+    "GatherRowsSpec",
+    "GemmSpec",
+    "Heads",
+    "KernelSpec",
+    "Param",
+    "Tile",
+]

@@ -1,0 +1,64 @@
+"""Prefill attention: varlen, causal, grouped-query, over paged K and V; wgmma and TMA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..precision import Element
+from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
+
+
+@dataclass(frozen=True)
+class AttentionPrefillSpec(KernelSpec):
+    """One block computes tile_m queries of one head; keys arrive tile_n (a multiple of the page) at a time."""
+
+    template: ClassVar[str] = "attention_prefill_sm90.cu.jinja"
+    instructions: ClassVar[tuple[str, ...]] = ("HGMMA", "UTMALDG")
+
+    element: Element
+    heads: Heads
+    tile_m: int
+    tile_n: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
+        self.require(self.heads.num_attention_heads % self.heads.num_key_value_heads == 0, "heads must divide evenly")
+        self.require(self.tile_m == 128, "tile_m must be 128")
+        self.require(self.tile_n % PAGE_SIZE == 0, f"tile_n must be a multiple of the page, {PAGE_SIZE} tokens")
+        self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
+
+    @property
+    def name(self) -> str:
+        """See KernelSpec.name."""
+        return (
+            f"attention_prefill_sm90_{self.element.name}_{self.heads}_p{PAGE_SIZE}"
+            f"_{self.tile_m}x{self.tile_n}_s{self.stages}_causal"
+        )
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """See KernelSpec.params."""
+        return (
+            Param("q", "tensor_map"),  # [T, num_attention_heads * head_dim]
+            Param("k_pages", "tensor_map"),  # [num_pages * num_key_value_heads * 64, head_dim]
+            Param("v_pages", "tensor_map"),
+            pointer("out", "cutlass::bfloat16_t"),
+            pointer("block_table", "const int"),
+            Param("block_table_stride", "int32"),
+            pointer("cu_seqlens_q", "const int"),
+            pointer("seqlens_k", "const int"),
+            Param("softmax_scale", "float32"),
+        )
+
+    @property
+    def threads(self) -> int:
+        """A producer warpgroup and two consumer warpgroups of 64 queries."""
+        return 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, the ring of K and V tiles, and their barriers."""
+        row = self.heads.head_dim * self.element.bits // 8
+        return self.tile_m * row + self.stages * 2 * self.tile_n * row + 8 * (1 + 4 * self.stages)

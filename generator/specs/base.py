@@ -1,0 +1,183 @@
+"""Kernel specifications: what each generated kernel computes, how it is tiled, and its launch ABI.
+
+A spec is a frozen dataclass. Everything else is derived from it: the kernel's name (also its ``extern "C"`` entry and
+its file name), the template that renders it, the parameter list that the signature is rendered from and that the
+manifest records, threads per block, cluster and dynamic shared memory. The template asserts the same shared memory at
+compile time, so Python and CUDA cannot drift apart.
+
+Shapes: T tokens of all prompts concatenated, B sequences, H hidden_size, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..errors import UnsupportedError
+
+PAGE_SIZE = 64  # tokens a KV-cache page holds
+MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
+ABI_VERSION = 1  # raised whenever the meaning of a parameter or a packed layout changes
+
+
+@dataclass(frozen=True)
+class Param:
+    """One kernel parameter. ``kind`` is "pointer", "int32", "float32" or "tensor_map"; ``ctype`` the pointee, if any."""
+
+    name: str
+    kind: str
+    ctype: str = ""
+
+    @property
+    def declaration(self) -> str:
+        """The parameter as it stands in the CUDA signature."""
+        if self.kind == "pointer":
+            return f"{self.ctype}* {self.name}"
+        if self.kind == "tensor_map":
+            return f"const __grid_constant__ CUtensorMap {self.name}"
+        return f"{ {'int32': 'int', 'float32': 'float'}[self.kind] } {self.name}"
+
+
+def pointer(name: str, ctype: str) -> Param:
+    """A device pointer parameter."""
+    return Param(name, "pointer", ctype)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """CUTLASS's tile_shape_mnk."""
+
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention geometry: query heads, key/value heads, features a head."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def q_features(self) -> int:
+        """Width of Q in the fused projection."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Width of K (or V) in the fused projection."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def qkv_features(self) -> int:
+        """Rows of the fused q, k, v projection."""
+        return self.q_features + 2 * self.kv_features
+
+    def __str__(self) -> str:
+        return f"h{self.num_attention_heads}kv{self.num_key_value_heads}d{self.head_dim}"
+
+
+# An epilogue is a chain of operations applied to eight consecutive output columns of one row at a time; each
+# operation brings its own kernel parameters. The same structs (include/futransformer/epilogue.cuh) serve prefill,
+# where a row is a prompt token, and decode, where it is a sequence.
+EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
+    # x rstd, from the partial sums of squares of the row that the GEMM reads: [rows, sumsq_parts]
+    "rowscale": (
+        pointer("sumsq", "const float"),
+        Param("sumsq_parts", "int32"),
+        Param("rms_norm_eps", "float32"),
+    ),
+    # rotate Q and K; rope_table [positions, head_dim / 2, (cos, sin)], positions [rows]
+    "rope": (pointer("rope_table", "const float"), pointer("positions", "const int")),
+    # Q to q [rows, q_features]; K and V to their cache slots; slots [rows], negative: write nothing
+    "scatter_kv": (
+        pointer("q", "cutlass::bfloat16_t"),
+        pointer("k_pages", "cutlass::bfloat16_t"),
+        pointer("v_pages", "cutlass::bfloat16_t"),
+        pointer("slots", "const long long"),
+    ),
+    # + residual [rows, N]; may alias out
+    "residual": (pointer("residual", "const cutlass::bfloat16_t"),),
+    # silu(gate) * up, halving the columns
+    "swiglu": (),
+    # BF16 out [rows, columns]
+    "store": (pointer("out", "cutlass::bfloat16_t"),),
+    # BF16 out and the partial sums of squares of what was stored, sumsq_out [rows, parts]
+    "store_sumsq": (pointer("out", "cutlass::bfloat16_t"), pointer("sumsq_out", "float")),
+    # float32 out [rows, N]
+    "store_f32": (pointer("out", "float"),),
+}
+
+EPILOGUES: dict[str, tuple[str, ...]] = {
+    "qkv": ("rowscale", "rope", "scatter_kv"),
+    "o": ("residual", "store_sumsq"),
+    "gate_up": ("rowscale", "swiglu", "store"),
+    "down": ("residual", "store_sumsq"),
+    "lm_head": ("rowscale", "store_f32"),
+}
+
+
+def epilogue_params(epilogue: tuple[str, ...]) -> tuple[Param, ...]:
+    """The parameters of a chain, in the order of its operations."""
+    return tuple(param for op in epilogue for param in EPILOGUE_PARAMS[op])
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What all specs share. Subclasses set ``template`` and derive the rest."""
+
+    template: ClassVar[str]
+    instructions: ClassVar[tuple[str, ...]] = ()  # SASS mnemonics that the cubin must contain
+
+    @property
+    def name(self) -> str:
+        """Kernel name: op_arch_types_shape_tile_cluster_stages_schedule_epilogue; unique within a plan."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """The launch ABI, in order."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        raise NotImplementedError
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """Blocks a cluster."""
+        return (1, 1, 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block, in bytes."""
+        return 0
+
+    def context(self) -> dict[str, Any]:
+        """What the template sees: the spec's fields and everything derived."""
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "spec": self,
+            "name": self.name,
+            "params": self.params,
+            "threads": self.threads,
+            "cluster": self.cluster,
+            "shared_bytes": self.shared_bytes,
+            "page_size": PAGE_SIZE,
+        }
+
+    def require(self, condition: bool, message: str) -> None:
+        """Refuse a spec that no template serves: UnsupportedError with the request and what is supported."""
+        if not condition:
+            raise UnsupportedError(f"{type(self).__name__} {self}: {message}")

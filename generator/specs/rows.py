@@ -1,0 +1,73 @@
+"""The two row kernels at the ends of the model: gather rows of a table, and argmax over logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..precision import Element
+from .base import KernelSpec, Param, pointer
+
+
+@dataclass(frozen=True)
+class GatherRowsSpec(KernelSpec):
+    """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill."""
+
+    template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
+
+    element: Element
+    k: int
+    threads_per_row: int = 128
+
+    def __post_init__(self) -> None:
+        self.require(self.k % 8 == 0, "hidden_size must be a multiple of 8")
+
+    @property
+    def name(self) -> str:
+        """See KernelSpec.name."""
+        return f"gather_rows_sm90_{self.element.name}_k{self.k}_t{self.threads_per_row}"
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """See KernelSpec.params."""
+        return (
+            pointer("table", "const cutlass::bfloat16_t"),
+            Param("table_rows", "int32"),
+            pointer("indices", "const int"),
+            pointer("out", "cutlass::bfloat16_t"),
+            pointer("sumsq_out", "float"),
+        )
+
+    @property
+    def threads(self) -> int:
+        """See KernelSpec.threads."""
+        return self.threads_per_row
+
+
+@dataclass(frozen=True)
+class ArgmaxSpec(KernelSpec):
+    """out[i] = the lowest index of the largest of logits[i, :vocab_size]; NaN never wins over a number."""
+
+    template: ClassVar[str] = "argmax_sm90.cu.jinja"
+
+    vocab_size: int
+    threads_per_row: int = 1024
+
+    @property
+    def name(self) -> str:
+        """See KernelSpec.name."""
+        return f"argmax_sm90_f32_v{self.vocab_size}_t{self.threads_per_row}"
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """See KernelSpec.params."""
+        return (
+            pointer("logits", "const float"),
+            Param("logits_stride", "int32"),
+            pointer("out", "int"),
+        )
+
+    @property
+    def threads(self) -> int:
+        """See KernelSpec.threads."""
+        return self.threads_per_row
