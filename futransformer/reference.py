@@ -1,0 +1,210 @@
+"""The operations of a Llama step in PyTorch: what the kernels must compute, and how the model runs without a GPU.
+
+Layouts are those of docs/architecture.md, at any row count. Every operation computes in float32 and rounds to
+``dtype`` exactly where a kernel stores BF16 (x, q, K, V, attention output, h); logits stay float32. Attention rounds
+P where a kernel does: P = exp(s - row maximum) is rounded before P V, its sum is taken in float32 of the unrounded
+values, and the division comes last. A kernel rounds P relative to a *running* maximum, so the two may differ in the
+last place of P.
+
+``dtype=torch.float32`` gives the exact reference: the same formulas, nothing rounded. Both work on the CPU and on a
+CUDA device. Phases compute the same thing here; they exist because kernels read a weight in two packings.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.precision import Precision
+from futransformer.generator.specs import PAGE_SIZE, Heads
+from futransformer.ops.interface import Phase, Projection
+
+# Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
+QUERY_BLOCK = 256
+
+
+class ReferenceOps:
+    """The Ops protocol in plain PyTorch for one model shape."""
+
+    def __init__(
+        self, config: LlamaConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Serve ``config``'s shape; ``dtype`` is what stored tensors are rounded to, float32 for no rounding."""
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.vocab_size = config.vocab_size
+        self.rms_norm_eps = config.rms_norm_eps
+        self._packed: tuple[Tensor, Tensor] | None = None
+
+    def describe(self) -> str:
+        """See Ops.describe."""
+        rounding = "no rounding" if self.dtype == torch.float32 else "rounding where the BF16 kernels round"
+        where = "CPU" if self.device.type == "cpu" else str(self.device)
+        return f"{where} reference (PyTorch {torch.__version__.split('+')[0]}, float32 inside, {rounding})"
+
+    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+        """Return the logical weight in float32, converted once; both phases share it."""
+        if self._packed is None or self._packed[0] is not logical:
+            self._packed = (logical, logical.to(self.device, torch.float32))
+        return self._packed[1]
+
+    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.gather_rows."""
+        inside = (indices >= 0) & (indices < table.shape[0])
+        rows = table[torch.where(inside, indices, 0).long()]
+        x = torch.where(inside[:, None], rows, torch.nan).to(self.dtype)
+        return x, row_sumsq(x)
+
+    def qkv(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """See Ops.qkv."""
+        projected = self._normalised_linear(x, sumsq, weight)
+        natural = projected.view(x.shape[0], -1, self.heads.head_dim)
+        q_heads, kv_heads = self.heads.num_attention_heads, self.heads.num_key_value_heads
+        rotated = rotate_pairs(natural[:, : q_heads + kv_heads], rope_table[positions.long()]).to(self.dtype)
+        k, v = rotated[:, q_heads:], natural[:, q_heads + kv_heads :].to(self.dtype)
+
+        written = slots >= 0
+        page, offset = slots[written] // PAGE_SIZE, slots[written] % PAGE_SIZE
+        k_pages[page, :, offset] = k[written].to(k_pages.dtype)
+        v_pages[page, :, offset] = v[written].to(v_pages.dtype)
+        return rotated[:, :q_heads].reshape(x.shape[0], -1)
+
+    def attention_prefill(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_q: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See Ops.attention_prefill."""
+        out = torch.empty_like(q, dtype=self.dtype) if out is None else out
+        offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
+        for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
+            if start == stop:
+                continue
+            k, v = (self._gather_pages(pages, block_table[sequence], length) for pages in (k_pages, v_pages))
+            for first in range(start, stop, QUERY_BLOCK):
+                last = min(first + QUERY_BLOCK, stop)
+                visible = length - (stop - last)
+                out[first:last] = self._attend(q[first:last], k[:, :visible], v[:, :visible])
+        return out
+
+    def attention_decode(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_k: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See Ops.attention_decode."""
+        out = torch.empty_like(q, dtype=self.dtype) if out is None else out
+        for row, length in enumerate(seqlens_k.tolist()):
+            if length == 0:
+                out[row] = 0
+                continue
+            k, v = (self._gather_pages(pages, block_table[row], length) for pages in (k_pages, v_pages))
+            out[row] = self._attend(q[row : row + 1], k, v)[0]
+        return out
+
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.o."""
+        return self._add_linear(x, weight, residual)
+
+    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """See Ops.gate_up."""
+        gate, up = self._normalised_linear(x, sumsq, weight).chunk(2, 1)
+        return (F.silu(gate) * up).to(self.dtype)
+
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.down."""
+        return self._add_linear(x, weight, residual)
+
+    def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
+        logits = self._normalised_linear(x, sumsq, weight)
+        return F.pad(logits, (0, -self.vocab_size % 64), value=torch.nan)[:, : self.vocab_size]
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See Ops.argmax. NaN never wins over a number."""
+        return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1).int()
+
+    def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""
+        rstd = torch.rsqrt(sumsq.sum(1, keepdim=True) / x.shape[1] + self.rms_norm_eps)
+        return F.linear(x.float(), weight.float()).mul_(rstd)
+
+    def _add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual + x W^T, stored in place of ``residual`` (in a copy, where that has another type than ours)."""
+        stored = residual.to(self.dtype)
+        stored.copy_(F.linear(x.float(), weight.float()).add_(residual))
+        return stored, row_sumsq(stored)
+
+    def _gather_pages(self, pages: Tensor, block_row: Tensor, length: int) -> Tensor:
+        """The first ``length`` tokens of one sequence, [kv heads, length, D] float32; unused slots are never read."""
+        used = block_row[: -(-length // PAGE_SIZE)].long()
+        return pages[used].transpose(0, 1).flatten(1, 2)[:, :length].float()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of the last queries [Q, heads * D] of a sequence over k and v [kv heads, length, D]."""
+        queries, length = q.shape[0], k.shape[1]
+        grouped = q.float().view(queries, self.heads.num_key_value_heads, self.heads.group, -1).permute(1, 2, 0, 3)
+        scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * self.heads.head_dim**-0.5
+        if queries > 1:
+            future = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu_(length - queries + 1)
+            scores.masked_fill_(future, -torch.inf)
+        p = torch.exp(scores - scores.amax(-1, keepdim=True))
+        total = p.sum(-1, keepdim=True)
+        attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / total
+        return attended.permute(2, 0, 1, 3).flatten(1).to(self.dtype)
+
+
+def rotate_pairs(features: Tensor, cos_sin: Tensor) -> Tensor:
+    """RoPE in pair order: features [T, heads, D] with pairs side by side, cos_sin [T, D / 2, 2]."""
+    first, second = features[..., 0::2], features[..., 1::2]
+    cos, sin = cos_sin[:, None, :, 0], cos_sin[:, None, :, 1]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
+def row_sumsq(x: Tensor) -> Tensor:
+    """Sum of squares of each stored row, in one part: float32 [T, 1]."""
+    return x.float().square().sum(1, keepdim=True)
+
+
+def allowed_error(same_dtype: Tensor, exact: Tensor, precision: Precision) -> float:
+    """The tolerance rule: ``rtol_factor`` times PyTorch's own error in this type, plus ``atol`` of the largest value.
+
+    ``exact`` is the float32 reference; ``same_dtype`` what PyTorch makes of it in the storage type, for example a
+    ReferenceOps that rounds.
+    """
+    own = (same_dtype.float() - exact.float()).abs().max().item()
+    return precision.rtol_factor * own + precision.atol * exact.float().abs().max().item()
+
+
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """max|actual - exact|; infinite where one is not finite and the other differs, so that NaN never passes a test."""
+    error = (actual.float() - exact.float()).abs()
+    same = actual.float() == exact.float()
+    return torch.where(same, 0.0, torch.where(error.isfinite(), error, torch.inf)).max().item()
