@@ -138,6 +138,7 @@ class KernelSpec:
 
     template: ClassVar[str]
     instructions: ClassVar[tuple[str, ...]] = ()  # SASS mnemonics that the cubin must contain
+    page_size: ClassVar[int] = PAGE_SIZE
 
     @property
     def name(self) -> str:
@@ -153,6 +154,11 @@ class KernelSpec:
     def threads(self) -> int:
         """Threads a block."""
         raise NotImplementedError
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that must fit on a multiprocessor together: what the compiler bounds registers by."""
+        return 1
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -174,7 +180,6 @@ class KernelSpec:
             "threads": self.threads,
             "cluster": self.cluster,
             "shared_bytes": self.shared_bytes,
-            "page_size": PAGE_SIZE,
         }
 
     def require(self, condition: bool, message: str) -> None:

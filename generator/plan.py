@@ -1,0 +1,91 @@
+"""A model's configuration and precision -> the kernels that serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import LlamaConfig
+from .heuristics import (
+    BATCH_TILES,
+    attention_decode_spec,
+    attention_prefill_spec,
+    decode_gemm_spec,
+    gemm_spec,
+    padded_vocab,
+)
+from .precision import Precision, get_precision
+from .specs import (
+    ArgmaxSpec,
+    AttentionDecodeSpec,
+    AttentionPrefillSpec,
+    DecodeGemmSpec,
+    GatherRowsSpec,
+    GemmSpec,
+    Heads,
+    KernelSpec,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every kernel of one model and precision, by its role. GEMMs are keyed by projection, decode also by batch tile."""
+
+    gather_rows: GatherRowsSpec
+    prefill: dict[str, GemmSpec]
+    attention_prefill: AttentionPrefillSpec
+    decode: dict[str, dict[int, DecodeGemmSpec]]
+    attention_decode: AttentionDecodeSpec
+    argmax: ArgmaxSpec
+
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """All kernels once, in the order in which a model meets them."""
+        return (
+            self.gather_rows,
+            *self.prefill.values(),
+            self.attention_prefill,
+            *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
+            self.attention_decode,
+            self.argmax,
+        )
+
+
+def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns (N, K) of each projection's weight, as the kernels see it."""
+    heads = model_heads(config)
+    return {
+        "qkv": (heads.qkv_features, config.hidden_size),
+        "o": (config.hidden_size, heads.q_features),
+        "gate_up": (2 * config.intermediate_size, config.hidden_size),
+        "down": (config.hidden_size, config.intermediate_size),
+        "lm_head": (padded_vocab(config.vocab_size), config.hidden_size),
+    }
+
+
+def model_heads(config: LlamaConfig) -> Heads:
+    """The model's attention geometry."""
+    return Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
+    """Choose every kernel; UnsupportedError says what cannot be served and what can."""
+    row = get_precision(precision)
+    heads = model_heads(config)
+    shapes = projections(config)
+    return Plan(
+        gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),
+        prefill={op: gemm_spec(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
+        attention_prefill=attention_prefill_spec(heads, row),
+        decode={
+            op: {
+                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES
+            }
+            for op, (n, k) in shapes.items()
+        },
+        attention_decode=attention_decode_spec(heads, row),
+        argmax=ArgmaxSpec(config.vocab_size),
+    )
+
+
+def kernel_specs(config: LlamaConfig, precision: str | Precision) -> tuple[KernelSpec, ...]:
+    """Every kernel of a model and precision, in a stable order, each name once."""
+    return make_plan(config, precision).specs()

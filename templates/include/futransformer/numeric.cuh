@@ -1,0 +1,53 @@
+// Conversions and 16-byte global accesses that the kernels share.
+#pragma once
+
+#include <cstdint>
+
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+
+namespace futransformer {
+
+using bf16 = cutlass::bfloat16_t;
+
+// Two floats to packed BF16, round to nearest even; `low` lands in the lower half.
+CUTLASS_DEVICE uint32_t pack_bf16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+CUTLASS_DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
+CUTLASS_DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// Eight BF16 values, one 16-byte access.
+CUTLASS_DEVICE void load_bf16x8(bf16 const* source, float (&values)[8]) {
+  uint4 const word = *reinterpret_cast<uint4 const*>(source);
+  uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = bf16_low(halves[i]);
+    values[2 * i + 1] = bf16_high(halves[i]);
+  }
+}
+
+CUTLASS_DEVICE uint4 pack_bf16x8(float const (&values)[8]) {
+  return make_uint4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]),
+                    pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+}
+
+CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
+  *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
+}
+
+// Sum over the aligned group of `Lanes` consecutive lanes, the same bits in every lane and on every run.
+template <int Lanes>
+CUTLASS_DEVICE float sum_over_lanes(float value) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int distance = Lanes / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+}  // namespace futransformer
