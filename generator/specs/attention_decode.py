@@ -8,13 +8,20 @@ from typing import ClassVar
 from ..precision import Element
 from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
 
+SM_SHARED_BYTES = 233_472  # shared memory of an sm_90 multiprocessor (228 KiB)
+BLOCK_RESERVED_BYTES = 1024  # of which the system takes this for every block
+
 
 @dataclass(frozen=True)
 class AttentionDecodeSpec(KernelSpec):
-    """Blocks are (split, key/value head, sequence); the last split to finish combines all in split order."""
+    """Blocks are (split, key/value head, sequence); the last split to finish combines all in split order.
+
+    A producer warp fetches pages of one key/value head by TMA (boxes of 64 tokens x 64 features) into a ring of
+    ``stages``; ``warps`` consumer warps take sixteen of a page's tokens each.
+    """
 
     template: ClassVar[str] = "attention_decode_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16",)
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.2D", "MOVM.16.MT88")
 
     element: Element
     heads: Heads
@@ -24,7 +31,9 @@ class AttentionDecodeSpec(KernelSpec):
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
         self.require(self.heads.num_attention_heads % self.heads.num_key_value_heads == 0, "heads must divide evenly")
-        self.require(self.heads.group <= 16, "at most 16 query heads a key/value head")
+        self.require(1 <= self.heads.group <= 16, "at most 16 query heads a key/value head")
+        self.require(16 * self.warps == PAGE_SIZE, f"warps must be {PAGE_SIZE // 16}: sixteen tokens of a page each")
+        self.require(self.stages >= 2, "a ring needs two stages")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -39,8 +48,8 @@ class AttentionDecodeSpec(KernelSpec):
         """See KernelSpec.params."""
         return (
             pointer("q", "const cutlass::bfloat16_t"),
-            pointer("k_pages", "const cutlass::bfloat16_t"),
-            pointer("v_pages", "const cutlass::bfloat16_t"),
+            Param("k_pages", "tensor_map"),  # [num_pages * num_key_value_heads * 64, head_dim]
+            Param("v_pages", "tensor_map"),
             pointer("out", "cutlass::bfloat16_t"),
             pointer("block_table", "const int"),
             Param("block_table_stride", "int32"),
@@ -54,10 +63,15 @@ class AttentionDecodeSpec(KernelSpec):
 
     @property
     def threads(self) -> int:
-        """See KernelSpec.threads."""
-        return 32 * self.warps
+        """The consumer warps and a producer."""
+        return 32 * (self.warps + 1)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """What shared memory allows, up to four: more would only tighten the bound on registers."""
+        return min(SM_SHARED_BYTES // (self.shared_bytes + BLOCK_RESERVED_BYTES), 4)
 
     @property
     def shared_bytes(self) -> int:
-        """A ring of K and V pages."""
-        return self.stages * 2 * PAGE_SIZE * self.heads.head_dim * self.element.bits // 8
+        """The ring of K and V pages, two barriers a stage, and the flag of the block that combines the splits."""
+        return self.stages * (2 * PAGE_SIZE * self.heads.head_dim * self.element.bits // 8 + 16) + 16

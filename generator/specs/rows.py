@@ -9,6 +9,11 @@ from ..precision import Element
 from .base import KernelSpec, Param, pointer
 
 
+def legal_threads(threads: int) -> bool:
+    """Whole warps, as the block reductions need."""
+    return 0 < threads <= 1024 and threads % 32 == 0
+
+
 @dataclass(frozen=True)
 class GatherRowsSpec(KernelSpec):
     """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill."""
@@ -20,7 +25,8 @@ class GatherRowsSpec(KernelSpec):
     threads_per_row: int = 128
 
     def __post_init__(self) -> None:
-        self.require(self.k % 8 == 0, "hidden_size must be a multiple of 8")
+        self.require(self.k > 0 and self.k % 8 == 0, "hidden_size must be a multiple of 8")
+        self.require(legal_threads(self.threads_per_row), "threads_per_row must be a multiple of 32, at most 1024")
 
     @property
     def name(self) -> str:
@@ -52,6 +58,10 @@ class ArgmaxSpec(KernelSpec):
 
     vocab_size: int
     threads_per_row: int = 1024
+
+    def __post_init__(self) -> None:
+        self.require(self.vocab_size > 0, "vocab_size must be positive")
+        self.require(legal_threads(self.threads_per_row), "threads_per_row must be a multiple of 32, at most 1024")
 
     @property
     def name(self) -> str:

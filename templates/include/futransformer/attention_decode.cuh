@@ -1,0 +1,440 @@
+// Decode attention: one query a sequence over paged K and V, the sequence split over blocks and combined in the kernel.
+//
+//   q, out       [B, KvHeads * Group, HeadDim] BF16
+//   K, V pages   [num_pages, KvHeads, PageSize, HeadDim] BF16, read through tensor maps of the same memory seen as
+//                [num_pages * KvHeads * PageSize, HeadDim], boxes of PageSize rows by 64 columns, 128-byte swizzle
+//   block_table  [B, block_table_stride], the pages of a sequence in order
+//   grid         (splits, KvHeads, B); split s of a sequence covers pages [s, s + 1) * pages_per_split
+//
+// A producer warp streams pages through a ring in shared memory. Four consumer warps each take sixteen of a page's
+// tokens, with the tokens as the rows of both products (m16n8k16), so that K and V are read once, as operand A, for
+// all the query heads that share them:
+//
+//   S  [16 tokens, 8 heads] = K  [16 tokens, 16 features] Q^T
+//   O^T[16 features, 8 heads] += V^T[16 features, 16 tokens] P      V by ldmatrix.trans, P by movmatrix
+//
+// In the accumulators of both, a thread holds the heads 2 (lane % 4) + {0, 1} of a tile of eight: softmax statistics
+// and rescaling need no exchange but the maximum over the tokens of a warp.
+//
+// Every warp keeps its own running maximum. Warps, then splits, are combined in index order, whichever finished
+// first: the same inputs give the same bits. What a split computes depends on its own sequence and pages_per_split
+// alone. Slots past the end of a sequence may hold anything, NaN included.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm80.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "numeric.cuh"
+
+namespace futransformer {
+
+// 2^x, with 2^-inf = 0; two units in the last place.
+CUTLASS_DEVICE float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// What to subtract from scores whose maximum is `max`: -inf - -inf would be NaN where nothing but -inf was seen.
+CUTLASS_DEVICE float softmax_base(float max) { return max == -INFINITY ? 0.f : max; }
+
+// Adds one and returns the value before: everything the block wrote is visible to the block that sees a later value.
+CUTLASS_DEVICE int arrive_acq_rel(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+// Attention over one part of a sequence, unnormalised: sum = sum of 2^(s - max), out = sum of 2^(s - max) v, with the
+// scores s in units of log 2.
+struct PartialAttention {
+  float max;
+  float sum;
+  float4 out;  // four neighbouring features
+};
+
+// Combine `parts` partial results in index order. Strides count elements from part to part.
+CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t max_sum_stride, float4 const* out,
+                                        size_t out_stride) {
+  PartialAttention total{-INFINITY, 0.f, {0.f, 0.f, 0.f, 0.f}};
+  for (int part = 0; part < parts; ++part) total.max = fmaxf(total.max, max_sum[part * max_sum_stride].x);
+  float const base = softmax_base(total.max);
+#pragma unroll 4
+  for (int part = 0; part < parts; ++part) {
+    float2 const statistics = max_sum[part * max_sum_stride];
+    float4 const values = out[part * out_stride];
+    float const weight = exp2_approx(statistics.x - base);
+    total.sum = fmaf(weight, statistics.y, total.sum);
+    total.out.x = fmaf(weight, values.x, total.out.x);
+    total.out.y = fmaf(weight, values.y, total.out.y);
+    total.out.z = fmaf(weight, values.z, total.out.z);
+    total.out.w = fmaf(weight, values.w, total.out.w);
+  }
+  return total;
+}
+
+template <int KvHeads, int Group, int HeadDim, int PageSize, int Stages>
+struct AttentionDecode {
+  static constexpr int kTokens = 16;                 // of one warp and page: M of S, K of O^T
+  static constexpr int kHeadTiles = (Group + 7) / 8;  // N of both products
+  static constexpr int kSteps = HeadDim / 16;        // K of S, M of O^T
+  static constexpr int kConsumers = PageSize / kTokens;
+  static constexpr int kThreads = 32 * (kConsumers + 1);
+  static constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
+  static constexpr int kBoxBytes = PageSize * kBoxColumns * 2;
+  static constexpr int kPageBytes = PageSize * HeadDim * 2;
+
+  static_assert(HeadDim % kBoxColumns == 0, "a head is a whole number of swizzled boxes");
+  static_assert(PageSize == 64, "four consumer warps of sixteen tokens");
+
+  struct Arguments {
+    bf16 const* q;
+    CUtensorMap const* k_pages;
+    CUtensorMap const* v_pages;
+    bf16* out;
+    int const* block_table;
+    int block_table_stride;
+    int const* seqlens_k;
+    float softmax_scale;
+    int pages_per_split;
+    float* partial_out;      // [B, KvHeads, splits, Group, HeadDim]
+    float* partial_max_sum;  // [B, KvHeads, splits, Group, 2]
+    int* arrivals;           // [B, KvHeads], zero before and after
+  };
+
+  struct Page {
+    char k[kPageBytes];
+    char v[kPageBytes];
+  };
+
+  // Takes the ring's place once the last page has been read. The four floats of padding spread a fragment's four
+  // heads over all banks.
+  struct WarpResults {
+    float out[kConsumers][Group][HeadDim + 4];
+    float2 max_sum[kConsumers][Group];
+  };
+
+  // The ring stands first: the swizzle needs 1024-byte alignment, which the base of dynamic shared memory has.
+  struct Shared {
+    union {
+      Page ring[Stages];
+      WarpResults warps;
+    };
+    alignas(16) cutlass::arch::ClusterTransactionBarrier full[Stages];
+    cutlass::arch::ClusterBarrier empty[Stages];
+    alignas(16) int is_last;
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+  static_assert(sizeof(WarpResults) <= sizeof(Page) * Stages, "the warps' results must fit in the ring");
+
+  // One block's share: pages [first, last) of sequence `sequence`, key/value head `head`.
+  struct Work {
+    int sequence;
+    int head;
+    int split;
+    int splits;  // of this sequence
+    int length;
+    int first;
+    int last;
+
+    CUTLASS_DEVICE size_t sequence_head() const { return size_t(sequence) * KvHeads + head; }
+  };
+
+  // A thread's part of what its warp computes.
+  struct Fragments {
+    uint32_t q[kHeadTiles][kSteps][2];
+    float out[kHeadTiles][kSteps][4];
+    float max[kHeadTiles][2];
+    float sum[kHeadTiles][2];  // over this thread's tokens
+  };
+
+  CUTLASS_DEVICE static void run(Arguments const& args) {
+    extern __shared__ __align__(1024) char dynamic_shared[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+    Work work;
+    work.split = blockIdx.x;
+    work.head = blockIdx.y;
+    work.sequence = blockIdx.z;
+    work.length = args.seqlens_k[work.sequence];
+    if (work.length <= 0 || work.length > static_cast<long long>(args.block_table_stride) * PageSize) {
+      // Nothing to attend to, or more than the block table can name: that is NaN, never a wrong answer.
+      if (work.split == 0) fill(args, work, work.length <= 0 ? 0.f : NAN);
+      return;
+    }
+    int const pages = (work.length + PageSize - 1) / PageSize;
+    // A sequence longer than the grid was sized for leaves its remaining pages to the last split.
+    work.splits = min((pages + args.pages_per_split - 1) / args.pages_per_split, static_cast<int>(gridDim.x));
+    if (work.split >= work.splits) return;
+    work.first = work.split * args.pages_per_split;
+    work.last = work.split == work.splits - 1 ? pages : work.first + args.pages_per_split;
+
+    int const warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < Stages; ++stage) {
+        shared.full[stage].init(1);
+        shared.empty[stage].init(kConsumers);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+
+    if (warp == kConsumers) {
+      if (threadIdx.x % 32 == 0) produce(args, work, shared);
+      __syncwarp();
+      __syncthreads();  // the last page has been read
+    } else {
+      Fragments fragments;
+      load_q(args, work, fragments);
+      consume(args, work, shared, fragments);
+      __syncthreads();  // the last page has been read
+      publish(shared.warps, fragments);
+    }
+    __syncthreads();
+    finish(args, work, shared);
+  }
+
+ private:
+  CUTLASS_DEVICE static void wait(cutlass::arch::ClusterBarrier const& barrier, int phase) {
+#ifdef FUTRANSFORMER_BOUNDED_WAITS
+    for (int tries = 0; !barrier.try_wait(phase & 1); ++tries) {
+      if (tries == FUTRANSFORMER_BOUNDED_WAITS) __trap();
+    }
+#else
+    barrier.wait(phase & 1);
+#endif
+  }
+
+  // One thread: fetch the pages in order, at most Stages ahead of the consumers.
+  CUTLASS_DEVICE static void produce(Arguments const& args, Work const& work, Shared& shared) {
+    constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);  // each page is read once
+    int const* table = args.block_table + size_t(work.sequence) * args.block_table_stride;
+    for (int page = work.first; page < work.last; ++page) {
+      int const turn = (page - work.first) / Stages;
+      int const stage = (page - work.first) % Stages;
+      int const row = (table[page] * KvHeads + work.head) * PageSize;
+      if (turn > 0) wait(shared.empty[stage], turn - 1);
+      auto& full = shared.full[stage];
+      full.arrive_and_expect_tx(sizeof(Page));
+      uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
+      for (int box = 0; box < HeadDim / kBoxColumns; ++box) {
+        cute::SM90_TMA_LOAD_2D::copy(args.k_pages, barrier, kHint, shared.ring[stage].k + box * kBoxBytes,
+                                     box * kBoxColumns, row);
+      }
+      for (int box = 0; box < HeadDim / kBoxColumns; ++box) {
+        cute::SM90_TMA_LOAD_2D::copy(args.v_pages, barrier, kHint, shared.ring[stage].v + box * kBoxBytes,
+                                     box * kBoxColumns, row);
+      }
+    }
+  }
+
+  // Operand B of S: features 2 (lane % 4) + {0, 1} (+ 8) of head lane / 4 of each tile; absent heads are zero.
+  CUTLASS_DEVICE static void load_q(Arguments const& args, Work const& work, Fragments& fragments) {
+    int const lane = threadIdx.x % 32;
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+      int const head = 8 * tile + lane / 4;
+      bf16 const* features = args.q + (work.sequence_head() * Group + head) * HeadDim + 2 * (lane % 4);
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          uint32_t const* pair = reinterpret_cast<uint32_t const*>(features + 16 * step + 8 * half);
+          fragments.q[tile][step][half] = head < Group ? *pair : 0;
+        }
+      }
+    }
+  }
+
+  // One warp: its sixteen tokens of every page.
+  CUTLASS_DEVICE static void consume(Arguments const& args, Work const& work, Shared& shared, Fragments& fragments) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int column = 0; column < 2; ++column) {
+        fragments.max[tile][column] = -INFINITY;
+        fragments.sum[tile][column] = 0.f;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSteps * 4; ++i) fragments.out[tile][i / 4][i % 4] = 0.f;
+    }
+    float const scale = args.softmax_scale * 1.44269504088896341f;  // to units of log 2
+    int const first_token = threadIdx.x / 32 * kTokens;
+    for (int page = work.first; page < work.last; ++page) {
+      int const turn = (page - work.first) / Stages;
+      int const stage = (page - work.first) % Stages;
+      wait(shared.full[stage], turn);
+      int const tokens = work.length - page * PageSize - first_token;  // of the warp's sixteen, those that exist
+      if (tokens > 0) attend(shared.ring[stage], first_token, tokens, scale, fragments);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
+    }
+  }
+
+  // Sixteen bytes of a swizzled page: row `token`, features 16 * step + 8 * half and the next seven.
+  CUTLASS_DEVICE static cute::uint128_t const& chunk_at(char const* page, int token, int step, int half) {
+    char const* box = page + step / 4 * kBoxBytes;
+    return *reinterpret_cast<cute::uint128_t const*>(box + token * 128 + (step % 4 * 32 ^ (half ^ token % 8) * 16));
+  }
+
+  CUTLASS_DEVICE static void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1],
+                                              c[2], c[3]);
+  }
+
+  // The first `tokens` (at least one) of a warp's sixteen tokens of a page.
+  CUTLASS_DEVICE static void attend(Page const& page, int first_token, int tokens, float scale, Fragments& fragments) {
+    int const lane = threadIdx.x % 32;
+
+    // Operand A of S in four 8x8 matrices: (tokens 0-7, 8-15) x (features 0-7, 8-15), tokens first.
+    int const k_token = first_token + lane % 16;
+    float scores[kHeadTiles][4] = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t k[4];
+      cute::SM75_U32x4_LDSM_N::copy(chunk_at(page.k, k_token, step, lane / 16), k[0], k[1], k[2], k[3]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kHeadTiles; ++tile) multiply(scores[tile], k, fragments.q[tile][step]);
+    }
+
+    uint32_t p[kHeadTiles][2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kHeadTiles; ++tile) softmax(scores[tile], tokens, scale, tile, fragments, p[tile]);
+
+    // Operand A of O^T: the same four matrices of V, transposed as they are loaded, features first. P is zero past the
+    // end, but V may be NaN there, and 0 * NaN is NaN: the words (two tokens each) are masked as well.
+    int const v_token = first_token + lane % 8 + lane / 16 * 8;
+    uint32_t const mask[2] = {mask_of(tokens - 2 * (lane % 4)), mask_of(tokens - 2 * (lane % 4) - 8)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t v[4];
+      cute::SM75_U16x8_LDSM_T::copy(chunk_at(page.v, v_token, step, lane / 8 % 2), v[0], v[1], v[2], v[3]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) v[i] &= mask[i / 2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kHeadTiles; ++tile) multiply(fragments.out[tile][step], v, p[tile]);
+    }
+  }
+
+  // Two BF16 values of which the first `count` exist.
+  CUTLASS_DEVICE static uint32_t mask_of(int count) {
+    return count >= 2 ? 0xffffffffu : count == 1 ? 0x0000ffffu : 0u;
+  }
+
+  // Scores of a tile of eight heads to operand B of O^T; the running maximum, sum and output of these heads move on.
+  // scores: tokens lane / 4 and lane / 4 + 8, heads 2 (lane % 4) + {0, 1}.
+  CUTLASS_DEVICE static void softmax(float const (&scores)[4], int tokens, float scale, int tile, Fragments& fragments,
+                                     uint32_t (&p)[2]) {
+    int const token = threadIdx.x % 32 / 4;
+    float weights[2][2];  // [token, head]
+    CUTLASS_PRAGMA_UNROLL
+    for (int column = 0; column < 2; ++column) {
+      float const low = token < tokens ? scores[column] * scale : -INFINITY;
+      float const high = token + 8 < tokens ? scores[2 + column] * scale : -INFINITY;
+      float max = fmaxf(low, high);
+      CUTLASS_PRAGMA_UNROLL
+      for (int distance = 4; distance < 32; distance *= 2) {
+        max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, distance));
+      }
+      max = fmaxf(max, fragments.max[tile][column]);
+      float const base = softmax_base(max);
+      float const rescale = exp2_approx(fragments.max[tile][column] - base);
+      weights[0][column] = exp2_approx(low - base);
+      weights[1][column] = exp2_approx(high - base);
+      fragments.max[tile][column] = max;
+      fragments.sum[tile][column] = fragments.sum[tile][column] * rescale + (weights[0][column] + weights[1][column]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        fragments.out[tile][step][column] *= rescale;
+        fragments.out[tile][step][2 + column] *= rescale;
+      }
+    }
+    // From rows of tokens to rows of heads: each 8x8 matrix is transposed within the warp.
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      cute::SM75_U32x1_MOVM_T::copy(pack_bf16x2(weights[half][0], weights[half][1]), p[half]);
+    }
+  }
+
+  // Lay a warp's result out in shared memory.
+  CUTLASS_DEVICE static void publish(WarpResults& results, Fragments const& fragments) {
+    int const warp = threadIdx.x / 32;
+    int const lane = threadIdx.x % 32;
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int column = 0; column < 2; ++column) {
+        float sum = fragments.sum[tile][column];
+        CUTLASS_PRAGMA_UNROLL
+        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        int const head = 8 * tile + 2 * (lane % 4) + column;
+        if (head < Group) {
+          if (lane < 4) results.max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
+          CUTLASS_PRAGMA_UNROLL
+          for (int step = 0; step < kSteps; ++step) {
+            float* features = &results.out[warp][head][16 * step + lane / 4];
+            features[0] = fragments.out[tile][step][column];
+            features[8] = fragments.out[tile][step][2 + column];
+          }
+        }
+      }
+    }
+  }
+
+  static constexpr int kQuads = HeadDim / 4;  // what a thread combines at a time: four features of one head
+
+  // Combine the warps; then, where the sequence has several splits, let the last block to arrive combine those.
+  CUTLASS_DEVICE static void finish(Arguments const& args, Work const& work, Shared& shared) {
+    float4* partial_out = reinterpret_cast<float4*>(args.partial_out) + work.sequence_head() * gridDim.x * Group * kQuads;
+    float2* partial_max_sum = reinterpret_cast<float2*>(args.partial_max_sum) + work.sequence_head() * gridDim.x * Group;
+
+    for (int item = threadIdx.x; item < Group * kQuads; item += kThreads) {
+      int const head = item / kQuads;
+      int const quad = item % kQuads;
+      WarpResults const& warps = shared.warps;
+      PartialAttention const total =
+          combine(kConsumers, &warps.max_sum[0][head], Group,
+                  reinterpret_cast<float4 const*>(&warps.out[0][head][4 * quad]), sizeof(warps.out[0]) / sizeof(float4));
+      if (work.splits == 1) {
+        store(args, work, item, total);
+      } else {
+        partial_out[size_t(work.split) * Group * kQuads + item] = total.out;
+        if (quad == 0) partial_max_sum[size_t(work.split) * Group + head] = make_float2(total.max, total.sum);
+      }
+    }
+    if (work.splits == 1) return;
+
+    __syncthreads();  // this split's results are written
+    if (threadIdx.x == 0) {
+      int* arrivals = args.arrivals + work.sequence_head();
+      shared.is_last = arrive_acq_rel(arrivals) == work.splits - 1;
+      if (shared.is_last) *arrivals = 0;  // for the next launch
+    }
+    __syncthreads();
+    if (!shared.is_last) return;
+    for (int item = threadIdx.x; item < Group * kQuads; item += kThreads) {
+      store(args, work, item,
+            combine(work.splits, partial_max_sum + item / kQuads, Group, partial_out + item, Group * kQuads));
+    }
+  }
+
+  CUTLASS_DEVICE static void store(Arguments const& args, Work const& work, int item, PartialAttention const& total) {
+    float const inverse = 1.f / total.sum;
+    uint2* out = reinterpret_cast<uint2*>(args.out) + work.sequence_head() * Group * kQuads + item;
+    *out = make_uint2(pack_bf16x2(total.out.x * inverse, total.out.y * inverse),
+                      pack_bf16x2(total.out.z * inverse, total.out.w * inverse));
+  }
+
+  CUTLASS_DEVICE static void fill(Arguments const& args, Work const& work, float value) {
+    uint2* out = reinterpret_cast<uint2*>(args.out) + work.sequence_head() * Group * kQuads;
+    uint32_t const pair = pack_bf16x2(value, value);
+    for (int item = threadIdx.x; item < Group * kQuads; item += kThreads) out[item] = make_uint2(pair, pair);
+  }
+};
+
+}  // namespace futransformer

@@ -1,0 +1,114 @@
+// The row kernels at the two ends of a model: gather rows of a table with their sums of squares, and argmax of logits.
+// One block a row; every reduction runs in a fixed order.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "numeric.cuh"
+
+namespace futransformer {
+
+// out[i] = table[indices[i]], sumsq_out[i] = its sum of squares. Columns % 8 == 0, rows 16-byte aligned.
+template <int Columns, int Threads>
+struct GatherRows {
+  static constexpr int kVectors = Columns / 8;
+
+  CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out) {
+    size_t const row = blockIdx.x;
+    int const index = indices[row];
+    bool const inside = index >= 0 && index < table_rows;
+    // An index outside the table gives a row of NaN: visible in every later result, never a wrong answer.
+    uint32_t const nan = pack_bf16x2(NAN, NAN);
+    uint4 const* source = reinterpret_cast<uint4 const*>(table + size_t(inside ? index : 0) * Columns);
+    uint4* target = reinterpret_cast<uint4*>(out + row * Columns);
+
+    float sum = 0.f;
+    for (int vector = threadIdx.x; vector < kVectors; vector += Threads) {
+      uint4 const word = inside ? source[vector] : make_uint4(nan, nan, nan, nan);
+      target[vector] = word;
+      uint32_t const pairs[4] = {word.x, word.y, word.z, word.w};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        sum = fmaf(bf16_low(pairs[i]), bf16_low(pairs[i]), sum);
+        sum = fmaf(bf16_high(pairs[i]), bf16_high(pairs[i]), sum);
+      }
+    }
+
+    __shared__ float warp_sums[Threads / 32];
+    sum = sum_over_lanes<32>(sum);
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      float total = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int warp = 0; warp < Threads / 32; ++warp) total += warp_sums[warp];
+      sumsq_out[row] = total;
+    }
+  }
+};
+
+// out[i] = the lowest index of the largest of logits[i, :Columns]; a NaN is larger than nothing, a row of NaN gives 0.
+template <int Columns, int Threads>
+struct Argmax {
+  struct Candidate {
+    float value;
+    int index;
+
+    // Total among numbers, so the order of comparison does not matter.
+    CUTLASS_DEVICE void consider(float other_value, int other_index) {
+      if (other_value > value || (other_value == value && other_index < index)) {
+        value = other_value;
+        index = other_index;
+      }
+    }
+
+    // Every lane of the warp gets the warp's best.
+    CUTLASS_DEVICE void reduce_over_warp() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int distance = 16; distance > 0; distance /= 2) {
+        float const other_value = __shfl_xor_sync(0xffffffffu, value, distance);
+        int const other_index = __shfl_xor_sync(0xffffffffu, index, distance);
+        consider(other_value, other_index);
+      }
+    }
+  };
+  static constexpr int kWarps = Threads / 32;
+  static_assert(kWarps <= 32, "one warp reduces what the warps found");
+
+  CUTLASS_DEVICE static void run(float const* logits, int logits_stride, int* out) {
+    float const* row = logits + size_t(blockIdx.x) * logits_stride;
+    // Loses to every number, -inf included.
+    Candidate best{-INFINITY, INT_MAX};
+
+    // Four at a time from the first 16-byte boundary on; the ends singly.
+    int const misaligned = reinterpret_cast<uintptr_t>(row) / sizeof(float) % 4;
+    int const head = min((4 - misaligned) % 4, Columns);
+    int const vectors = (Columns - head) / 4;
+    if (threadIdx.x < head) best.consider(row[threadIdx.x], threadIdx.x);
+    float4 const* body = reinterpret_cast<float4 const*>(row + head);
+#pragma unroll 8
+    for (int vector = threadIdx.x; vector < vectors; vector += Threads) {
+      float4 const values = body[vector];
+      int const index = head + 4 * vector;
+      best.consider(values.x, index);
+      best.consider(values.y, index + 1);
+      best.consider(values.z, index + 2);
+      best.consider(values.w, index + 3);
+    }
+    int const tail = head + 4 * vectors + threadIdx.x;
+    if (tail < Columns) best.consider(row[tail], tail);
+
+    __shared__ Candidate warp_best[kWarps];
+    best.reduce_over_warp();
+    if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      best = threadIdx.x < kWarps ? warp_best[threadIdx.x] : Candidate{-INFINITY, INT_MAX};
+      best.reduce_over_warp();
+      if (threadIdx.x == 0) out[blockIdx.x] = best.index == INT_MAX ? 0 : best.index;
+    }
+  }
+};
+
+}  // namespace futransformer
