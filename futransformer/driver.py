@@ -1,0 +1,137 @@
+"""The CUDA driver through cuda.bindings: checked calls, a loaded kernel, and its launch.
+
+A kernel's parameters are marshalled by the list in its manifest record, in order, into storage that is made once.
+The driver copies them at launch, so nothing is allocated and nothing synchronises on the hot path, and every launch can
+be captured in a CUDA graph. A kernel object is not thread-safe: two threads need two libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from futransformer.generator.errors import DeviceError, InputError
+from futransformer.tma import TensorMap
+
+if TYPE_CHECKING:
+    from futransformer.build.manifest import KernelRecord
+    from futransformer.generator.specs import KernelSpec
+
+Argument = Tensor | int | float | TensorMap
+
+_TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 128
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Unwrap a cuda.bindings result; DeviceError names the driver's error."""
+    from cuda.bindings import driver  # noqa: PLC0415  (importing it needs libcuda's loader, which not every machine has)
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        text = driver.cuGetErrorString(status)[1]
+        raise DeviceError(f"CUDA driver: {status.name}: {text.decode() if text else 'no description'}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def hopper_problem() -> str | None:
+    """Say why the generated kernels cannot run here, or None when they can."""
+    if not torch.cuda.is_available():
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        return f"no Hopper GPU: {reason}"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        name = torch.cuda.get_device_name()
+        return f"no Hopper GPU: {name} has compute capability {major}.{minor}; the kernels are built for 9.0 (H100, H200)"
+    return None
+
+
+def require_hopper() -> torch.device:
+    """Return the current Hopper device; DeviceError says what is missing and what to do instead."""
+    problem = hopper_problem()
+    if problem is not None:
+        raise DeviceError(f"{problem}; use the CPU reference (--reference), or a machine with an H100 or H200")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Kernel:
+    """A loaded kernel. ``launch`` takes its arguments by parameter name."""
+
+    def __init__(self, spec: KernelSpec, record: KernelRecord, cubin: bytes, device: torch.device) -> None:
+        from cuda.bindings import driver  # noqa: PLC0415
+
+        torch.cuda.init()
+        self.spec = spec
+        self.record = record
+        self.device = device
+        self.sm_count: int = torch.cuda.get_device_properties(device).multi_processor_count
+        self._driver = driver
+        self._cubin = cubin  # the driver may read it for as long as the library lives
+        self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        kernel = check(driver.cuLibraryGetKernel(self._library, record.entry.encode()))
+        if record.shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ordinal = check(driver.cuDeviceGet(device.index))
+            check(driver.cuKernelSetAttribute(attribute, record.shared_bytes, kernel, ordinal))
+        self._function = check(driver.cuKernelGetFunction(kernel))
+        self._config = self._launch_config()
+        self._storage, self._addresses, self._keep = self._parameter_storage()
+
+    def _launch_config(self) -> Any:
+        driver, record = self._driver, self.record
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = record.threads, 1, 1
+        config.sharedMemBytes = record.shared_bytes
+        attributes = []
+        if tuple(record.cluster) != (1, 1, 1):
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            value = driver.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = record.cluster
+            cluster.value = value
+            attributes.append(cluster)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+    def _parameter_storage(self) -> tuple[list[tuple[str, str, Any]], Any, Any]:
+        """One place a parameter, and the array of their addresses that cuLaunchKernelEx reads."""
+        params = self.record.params
+        maps = sum(param.kind == "tensor_map" for param in params)
+        raw = ctypes.create_string_buffer((maps + 1) * _TENSOR_MAP_BYTES)
+        next_map = -(-ctypes.addressof(raw) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
+        storage: list[tuple[str, str, Any]] = []
+        addresses = []
+        for param in params:
+            if param.kind == "tensor_map":
+                storage.append((param.name, param.kind, next_map))
+                addresses.append(next_map)
+                next_map += _TENSOR_MAP_BYTES
+            else:
+                place = {"pointer": ctypes.c_void_p, "int32": ctypes.c_int32, "float32": ctypes.c_float}[param.kind]()
+                storage.append((param.name, param.kind, place))
+                addresses.append(ctypes.addressof(place))
+        return storage, (ctypes.c_void_p * len(addresses))(*addresses), raw
+
+    def launch(self, grid: tuple[int, int, int], **arguments: Argument) -> None:
+        """Launch on the current torch stream. A missing or unknown argument is an error, never a stale value."""
+        self._marshal(arguments)
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._addresses), 0))
+
+    def _marshal(self, arguments: Mapping[str, Argument]) -> None:
+        if len(arguments) != len(self._storage):
+            raise InputError(f"{self.record.name}: got {sorted(arguments)}, wants {[name for name, _, _ in self._storage]}")
+        for name, kind, place in self._storage:
+            value: Any = arguments[name]
+            if kind == "pointer":
+                place.value = value.data_ptr()
+            elif kind == "tensor_map":
+                ctypes.memmove(place, value.address, _TENSOR_MAP_BYTES)
+            else:
+                place.value = value

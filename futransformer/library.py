@@ -1,0 +1,169 @@
+"""The generated kernels of one model and precision, loaded on a Hopper GPU, behind the Ops protocol.
+
+Kernels are found by the names of the plan's specs; nothing here knows of templates or of nvcc. Where they come from is
+``load_kernels``'s business: a folder that `futransformer build --output` wrote, or the cache, building what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from futransformer.driver import Kernel, require_hopper
+from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.errors import ArtifactError
+from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.specs import KernelSpec
+from futransformer.ops.attention_decode import AttentionDecode
+from futransformer.ops.attention_prefill import AttentionPrefill
+from futransformer.ops.decode_gemm import DecodeGemm
+from futransformer.ops.gemm import PrefillGemm
+from futransformer.ops.interface import Phase, Projection
+from futransformer.ops.projections import ProjectionGemm, Projections
+from futransformer.ops.rows import Argmax, GatherRows
+from futransformer.packing import pack_decode, pack_prefill
+
+if TYPE_CHECKING:
+    from futransformer.build.manifest import KernelRecord
+
+
+class KernelLibrary:
+    """Every operation of a Llama step, on generated kernels. Implements futransformer.ops.interface.Ops."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        precision: Precision,
+        plan: Plan,
+        cubins: Mapping[str, tuple[KernelRecord, bytes]],
+        device: torch.device,
+    ) -> None:
+        """Load the plan's kernels from ``cubins``: a manifest record and a checked cubin by kernel name."""
+        self.config = config
+        self.precision = precision
+        self.plan = plan
+        self.device = device
+
+        def kernel(spec: KernelSpec) -> Kernel:
+            record, cubin = cubins[spec.name]
+            return Kernel(spec, record, cubin, device)
+
+        gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
+        for op in plan.prefill:
+            gemms["prefill", op] = PrefillGemm(kernel(plan.prefill[op]))
+            gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
+        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
+        self._gather_rows = GatherRows(kernel(plan.gather_rows))
+        self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
+        self._attention_decode = AttentionDecode(kernel(plan.attention_decode))
+        self._argmax = Argmax(kernel(plan.argmax))
+
+    def describe(self) -> str:
+        """See Ops.describe."""
+        return f"{torch.cuda.get_device_name(self.device)}, generated {self.precision.name} kernels"
+
+    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+        """See Ops.pack."""
+        logical = logical.to(self.device, torch.bfloat16)
+        return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
+
+    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.gather_rows."""
+        return self._gather_rows(table, indices)
+
+    def qkv(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """See Ops.qkv."""
+        return self._projections.qkv(phase, x, sumsq, weight, rope_table, positions, slots, k_pages, v_pages)
+
+    def attention_prefill(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_q: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See Ops.attention_prefill."""
+        return self._attention_prefill(
+            q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out
+        )
+
+    def attention_decode(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        seqlens_k: Tensor,
+        *,
+        max_seqlen_k: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See Ops.attention_decode."""
+        return self._attention_decode(q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out)
+
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.o."""
+        return self._projections.add_to_residual(phase, "o", x, weight, residual)
+
+    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """See Ops.gate_up."""
+        return self._projections.gate_up(phase, x, sumsq, weight)
+
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.down."""
+        return self._projections.add_to_residual(phase, "down", x, weight, residual)
+
+    def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """See Ops.lm_head."""
+        return self._projections.lm_head(phase, x, sumsq, weight, self.plan.prefill["lm_head"].n)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See Ops.argmax."""
+        return self._argmax(logits)
+
+
+def load_kernels(
+    config: LlamaConfig | str | Path,
+    precision: Precision | str = "bf16",
+    *,
+    folder: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> KernelLibrary:
+    """Load the kernels of a model on the current Hopper GPU.
+
+    ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
+    export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
+    Raises DeviceError (no Hopper GPU), UnsupportedError (shape or precision), ArtifactError or BuildError.
+    """
+    from futransformer.build import load_or_build  # noqa: PLC0415  (the build package is not needed to run an export)
+
+    device = require_hopper()
+    row = get_precision(precision)
+    model = config if isinstance(config, LlamaConfig) else load_config(config)
+    plan = make_plan(model, row)
+    cubins = load_or_build(plan.specs(), folder=folder, progress=progress)
+    missing = [spec.name for spec in plan.specs() if spec.name not in cubins]
+    if missing:
+        raise ArtifactError(f"{folder}: lacks {len(missing)} kernels of {model.name}, first {missing[0]}; build it again")
+    return KernelLibrary(model, row, plan, cubins, device)

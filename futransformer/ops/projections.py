@@ -1,0 +1,128 @@
+"""The five projections of a Llama step: check the tensors, allocate the outputs, name the epilogue's arguments.
+
+Both phases run the same epilogue chains and so take the same arguments; a ``ProjectionGemm`` hides how each launches.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from futransformer.driver import Argument
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.specs import PAGE_SIZE, Heads
+from futransformer.ops.interface import Phase, Projection
+from futransformer.ops.validate import check_tensor
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class ProjectionGemm(Protocol):
+    """A GEMM of one projection and phase, ready to launch."""
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the packed weight."""
+        ...
+
+    def sumsq_parts(self, rows: int) -> int:
+        """Columns of sumsq_out for this many rows."""
+        ...
+
+    def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
+        """Run on x [m, k] with m >= 1."""
+        ...
+
+
+class Projections:
+    """qkv, o, gate_up, down and lm_head of one model in both phases; ``gemms`` is keyed by (phase, projection)."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        heads: Heads,
+        gemms: dict[tuple[Phase, Projection], ProjectionGemm],
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.heads = heads
+        self.gemms = gemms
+        self.device = device
+
+    def _checked(self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor) -> ProjectionGemm:
+        gemm = self.gemms[phase, op]
+        check_tensor(op, "x", x, (None, k), BF16, self.device)
+        check_tensor(op, "weight", weight, gemm.weight_shape(), BF16, self.device)
+        return gemm
+
+    def _rowscale(self, op: Projection, x: Tensor, sumsq: Tensor) -> dict[str, Argument]:
+        check_tensor(op, "sumsq", sumsq, (x.shape[0], None), FP32, self.device)
+        return {"sumsq": sumsq, "sumsq_parts": sumsq.shape[1], "rms_norm_eps": self.config.rms_norm_eps}
+
+    def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=self.device)
+
+    def qkv(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        rope_table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Tensor:
+        """See Ops.qkv."""
+        heads, rows = self.heads, x.shape[0]
+        gemm = self._checked(phase, "qkv", x, self.config.hidden_size, weight)
+        check_tensor("qkv", "rope_table", rope_table, (None, heads.head_dim // 2, 2), FP32, self.device)
+        check_tensor("qkv", "positions", positions, (rows,), torch.int32, self.device)
+        check_tensor("qkv", "slots", slots, (rows,), torch.int64, self.device)
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
+            check_tensor("qkv", name, pages, shape, BF16, self.device)
+        q = self._empty(rows, heads.q_features, BF16)
+        if rows:
+            gemm.launch(
+                x,
+                weight,
+                **self._rowscale("qkv", x, sumsq),
+                rope_table=rope_table,
+                positions=positions,
+                q=q,
+                k_pages=k_pages,
+                v_pages=v_pages,
+                slots=slots,
+            )
+        return q
+
+    def add_to_residual(
+        self, phase: Phase, op: Projection, x: Tensor, weight: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See Ops.o and Ops.down."""
+        k = self.heads.q_features if op == "o" else self.config.intermediate_size
+        gemm, rows = self._checked(phase, op, x, k, weight), x.shape[0]
+        check_tensor(op, "residual", residual, (rows, self.config.hidden_size), BF16, self.device)
+        sumsq = self._empty(rows, gemm.sumsq_parts(rows), FP32)
+        if rows:
+            gemm.launch(x, weight, residual=residual, out=residual, sumsq_out=sumsq)
+        return residual, sumsq
+
+    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+        """See Ops.gate_up."""
+        gemm = self._checked(phase, "gate_up", x, self.config.hidden_size, weight)
+        out = self._empty(x.shape[0], self.config.intermediate_size, BF16)
+        if x.shape[0]:
+            gemm.launch(x, weight, **self._rowscale("gate_up", x, sumsq), out=out)
+        return out
+
+    def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor, padded_vocab: int) -> Tensor:
+        """See Ops.lm_head."""
+        gemm = self._checked(phase, "lm_head", x, self.config.hidden_size, weight)
+        out = self._empty(x.shape[0], padded_vocab, FP32)
+        if x.shape[0]:
+            gemm.launch(x, weight, **self._rowscale("lm_head", x, sumsq), out=out)
+        return out[:, : self.config.vocab_size]
