@@ -18,9 +18,19 @@ def check_tensor(
         raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; convert it with .to({dtype})")
     if tensor.device.type != device.type or (device.index is not None and tensor.device != device):
         raise InputError(f"{op}: {name} is on {tensor.device}, the kernels are on {device}; move it there")
-    fits = len(shape) == tensor.dim() and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True))
+    fits = len(shape) == tensor.dim() and all(
+        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
     if not fits:
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise InputError(f"{op}: {name} must have shape [{wanted}], not {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise InputError(f"{op}: {name} must be contiguous, its strides are {tensor.stride()}; call .contiguous()")
+
+
+def check_aligned(op: str, name: str, tensor: Tensor, alignment: int) -> None:
+    """Require that the tensor's first byte stands at a multiple of ``alignment`` bytes, as vector accesses need."""
+    if tensor.data_ptr() % alignment:
+        raise InputError(
+            f"{op}: {name} starts at {tensor.data_ptr():#x}, not at a multiple of {alignment} bytes; call .clone()"
+        )

@@ -29,6 +29,7 @@
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "barrier.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
@@ -200,16 +201,6 @@ struct AttentionDecode {
   }
 
  private:
-  CUTLASS_DEVICE static void wait(cutlass::arch::ClusterBarrier const& barrier, int phase) {
-#ifdef FUTRANSFORMER_BOUNDED_WAITS
-    for (int tries = 0; !barrier.try_wait(phase & 1); ++tries) {
-      if (tries == FUTRANSFORMER_BOUNDED_WAITS) __trap();
-    }
-#else
-    barrier.wait(phase & 1);
-#endif
-  }
-
   // One thread: fetch the pages in order, at most Stages ahead of the consumers.
   CUTLASS_DEVICE static void produce(Arguments const& args, Work const& work, Shared& shared) {
     constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);  // each page is read once
@@ -218,7 +209,7 @@ struct AttentionDecode {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
       int const row = (table[page] * KvHeads + work.head) * PageSize;
-      if (turn > 0) wait(shared.empty[stage], turn - 1);
+      if (turn > 0) wait(shared.empty[stage], (turn - 1) & 1);
       auto& full = shared.full[stage];
       full.arrive_and_expect_tx(sizeof(Page));
       uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
@@ -268,7 +259,7 @@ struct AttentionDecode {
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
-      wait(shared.full[stage], turn);
+      wait(shared.full[stage], turn & 1);
       int const tokens = work.length - page * PageSize - first_token;  // of the warp's sixteen, those that exist
       if (tokens > 0) attend(shared.ring[stage], first_token, tokens, scale, fragments);
       __syncwarp();

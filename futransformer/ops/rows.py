@@ -1,0 +1,57 @@
+"""The row kernels: gather rows of a table (embedding, last rows of a prefill), and argmax over logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from futransformer.driver import Kernel
+from futransformer.generator.errors import InputError
+from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
+from futransformer.ops.validate import check_aligned, check_tensor
+
+
+class GatherRows:
+    """Rows of a table by index, and their sums of squares."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        assert isinstance(kernel.spec, GatherRowsSpec)
+        self.spec = kernel.spec
+        self.kernel = kernel
+
+    def __call__(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """See Ops.gather_rows. An index outside the table gives a row, and a sum of squares, of NaN."""
+        device = self.kernel.device
+        check_tensor("gather_rows", "table", table, (None, self.spec.k), torch.bfloat16, device)
+        check_aligned("gather_rows", "table", table, 16)
+        check_tensor("gather_rows", "indices", indices, (None,), torch.int32, device)
+        rows = indices.shape[0]
+        x = torch.empty(rows, self.spec.k, dtype=torch.bfloat16, device=device)
+        sumsq = torch.empty(rows, 1, dtype=torch.float32, device=device)
+        if rows:
+            self.kernel.launch(
+                (rows, 1, 1), table=table, table_rows=table.shape[0], indices=indices, out=x, sumsq_out=sumsq
+            )
+        return x, sumsq
+
+
+class Argmax:
+    """The lowest index of each row's largest logit."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        assert isinstance(kernel.spec, ArgmaxSpec)
+        self.spec = kernel.spec
+        self.kernel = kernel
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """See Ops.argmax. Rows may stand apart (a view of padded rows); NaN never wins over a number."""
+        device = self.kernel.device
+        rows = logits.shape[0] if logits.dim() else 0
+        if rows > 1 and logits.dim() == 2 and logits.stride(1) == 1 and logits.stride(0) >= self.spec.vocab_size:
+            check_tensor("argmax", "logits", logits[:1], (1, self.spec.vocab_size), torch.float32, device)
+        else:
+            check_tensor("argmax", "logits", logits, (None, self.spec.vocab_size), torch.float32, device)
+        out = torch.empty(rows, dtype=torch.int32, device=device)
+        if rows:
+            self.kernel.launch((rows, 1, 1), logits=logits, logits_stride=logits.stride(0), out=out)
+        return out
