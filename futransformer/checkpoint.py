@@ -1,0 +1,256 @@
+"""Hugging Face safetensors -> the logical weights of docs/architecture.md, one layer at a time.
+
+``load_checkpoint`` opens a folder (one model.safetensors, or the shards that model.safetensors.index.json lists) and
+checks every name, shape and type against the configuration before anything is converted. What it returns then reads
+lazily: at no time is more than one layer held in float32. Weights may be stored in BF16, F16 or F32; the product with
+the gain is taken in float32 and rounded to BF16 once. Nothing is unpickled, ever.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from futransformer.generator.config import LlamaConfig, inverse_frequencies
+from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
+from futransformer.generator.json_reader import read_json
+
+STORED_TYPES = ("BF16", "F16", "F32")
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+
+
+def pair_order(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head [heads * head_dim, K]: row 2i is natural row i, row 2i + 1 is i + head_dim / 2."""
+    halves = weight.view(-1, 2, head_dim // 2, weight.shape[-1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def fold_gain(weight: Tensor, gain: Tensor) -> Tensor:
+    """Return W diag(gain): the product in float32, rounded to BF16 once."""
+    return (weight.float() * gain.float()).to(torch.bfloat16)
+
+
+def rope_table(config: LlamaConfig, positions: int) -> Tensor:
+    """Return (cos, sin) of positions 0, 1, ...: float32 [positions, head_dim / 2, 2], computed in float64."""
+    frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float64)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
+
+
+@dataclass(frozen=True)
+class LogicalLayer:
+    """One layer's logical weights, BF16 [N, K]: gains folded in, the rows of Q and K in pair order."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def load_checkpoint(folder: Path | str, config: LlamaConfig) -> Checkpoint:
+    """Open the folder's safetensors and check them against ``config``."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; name the Hugging Face folder that holds config.json")
+    _refuse_quantised(folder)
+    return Checkpoint(folder, config, _locate(folder))
+
+
+class Checkpoint:
+    """An opened, checked checkpoint: the logical weights, read when asked for."""
+
+    def __init__(self, folder: Path, config: LlamaConfig, files: dict[str, Any]) -> None:
+        """Check all of ``files``, tensor name -> opened file, against the configuration."""
+        self.folder = folder
+        self.config = config
+        self._files = files
+        self._check()
+
+    def embedding(self) -> Tensor:
+        """Return the embedding table [vocab_size, hidden_size]."""
+        return self._read(EMBEDDING).to(torch.bfloat16)
+
+    def layer(self, index: int) -> LogicalLayer:
+        """Return the four projections of one layer."""
+        prefix = f"model.layers.{index}"
+        input_gain = self._read(f"{prefix}.input_layernorm.weight")
+        mlp_gain = self._read(f"{prefix}.post_attention_layernorm.weight")
+        q, k, v = (fold_gain(self._read(f"{prefix}.self_attn.{name}_proj.weight"), input_gain) for name in "qkv")
+        gate, up = (fold_gain(self._read(f"{prefix}.mlp.{name}_proj.weight"), mlp_gain) for name in ("gate", "up"))
+        head_dim = self.config.head_dim
+        return LogicalLayer(
+            qkv=torch.cat((pair_order(q, head_dim), pair_order(k, head_dim), v)),
+            o=self._read(f"{prefix}.self_attn.o_proj.weight").to(torch.bfloat16),
+            gate_up=torch.cat((gate, up)),
+            down=self._read(f"{prefix}.mlp.down_proj.weight").to(torch.bfloat16),
+        )
+
+    def lm_head(self) -> Tensor:
+        """Return the head [vocab_size, hidden_size] with the final norm's gain folded in; a tied one is a copy."""
+        weight = self._read(EMBEDDING if self.config.tie_word_embeddings else HEAD)
+        if self.config.tie_word_embeddings and HEAD in self._files and not torch.equal(weight, self._read(HEAD)):
+            raise CheckpointError(
+                f"{self.folder}: the config ties the embeddings, yet {HEAD} differs from {EMBEDDING}; "
+                'if the head was trained apart, set "tie_word_embeddings": false'
+            )
+        return fold_gain(weight, self._read(FINAL_NORM))
+
+    def rope_table(self) -> Tensor:
+        """Return (cos, sin) of every position that the model knows."""
+        return rope_table(self.config, self.config.max_position_embeddings)
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}; fetch the file again") from error
+        return tensor
+
+    def _check(self) -> None:
+        """Refuse missing, unexpected, misshapen and mistyped tensors."""
+        expected = expected_shapes(self.config)
+        for name, shape in expected.items():
+            if name not in self._files:
+                if name == HEAD and self.config.tie_word_embeddings:
+                    continue
+                hint = '; if the embeddings are tied, set "tie_word_embeddings": true' if name == HEAD else ""
+                raise CheckpointError(
+                    f"{self.folder}: {name} is missing; the checkpoint is incomplete, or not of this config{hint}"
+                )
+            view = self._files[name].get_slice(name)
+            if tuple(view.get_shape()) != shape:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {list(view.get_shape())}, the config asks for {list(shape)}; "
+                    "the weights and config.json belong to different models"
+                )
+            if view.get_dtype() not in STORED_TYPES:
+                raise CheckpointError(
+                    f"{self.folder}: {name} is stored as {view.get_dtype()}; supported: {', '.join(STORED_TYPES)}"
+                )
+        for name in sorted(self._files):
+            # Old Llama checkpoints store the RoPE frequencies, which follow from the config.
+            if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+                raise CheckpointError(
+                    f"{self.folder}: {name} is not a tensor of this config (a bias, a further norm, or a layer beyond "
+                    f"num_hidden_layers = {self.config.num_hidden_layers}); leaving it out would give wrong answers"
+                )
+
+
+def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return every tensor of a Hugging Face Llama checkpoint and its shape; lm_head.weight, the last, may be tied."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.heads.q_features, config.heads.kv_features
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {
+        EMBEDDING: (config.vocab_size, hidden),
+        **{
+            f"model.layers.{index}.{part}.weight": shape
+            for index in range(config.num_hidden_layers)
+            for part, shape in layer.items()
+        },
+        FINAL_NORM: (hidden,),
+        HEAD: (config.vocab_size, hidden),
+    }
+
+
+def _refuse_quantised(folder: Path) -> None:
+    """Refuse checkpoints that were quantised elsewhere, by the name of their method."""
+    path = folder / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    for key in ("quantization_config", "compression_config"):
+        if content.get(key):
+            method = content[key].get("quant_method", key) if isinstance(content[key], dict) else key
+            raise UnsupportedError(
+                f"{path}: {key}: {method} checkpoints are not supported; supported: unquantised safetensors in "
+                f"{', '.join(STORED_TYPES)}"
+            )
+
+
+def _locate(folder: Path) -> dict[str, Any]:
+    """Return tensor name -> opened file."""
+    if (folder / SINGLE_FILE).is_file():
+        opened = _open(folder / SINGLE_FILE)
+        return dict.fromkeys(opened.keys(), opened)
+    if (folder / INDEX_FILE).is_file():
+        return _locate_shards(folder)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt", ".gguf"))
+    if others:
+        raise CheckpointError(
+            f"{folder} holds {others[0]} but no {SINGLE_FILE}; only safetensors are read (pickled files can run code): "
+            "load it with transformers and save_pretrained it, or fetch the safetensors of the model"
+        )
+    raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; the download is incomplete")
+
+
+def _locate_shards(folder: Path) -> dict[str, Any]:
+    index = folder / INDEX_FILE
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map must map each tensor to its file; fetch the file again")
+    opened: dict[str, Any] = {}
+    held: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        if shard not in opened:
+            if Path(shard).name != shard:
+                raise CheckpointError(f"{index}: {name} lies in {shard!r}; shards must lie beside the index")
+            if not (folder / shard).is_file():
+                raise CheckpointError(f"{folder / shard} is missing; {INDEX_FILE} keeps {name} in it: fetch it again")
+            opened[shard] = _open(folder / shard)
+            held[shard] = set(opened[shard].keys())
+        if name not in held[shard]:
+            raise CheckpointError(f"{folder / shard} lacks {name}, which {INDEX_FILE} promises; fetch both again")
+    return {name: opened[shard] for name, shard in weight_map.items()}
+
+
+def _open(path: Path) -> Any:
+    """Open one safetensors file; nothing is read but its header."""
+    try:
+        with path.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise CheckpointError(f"{path} is a git-LFS pointer, not the weights; run: git lfs pull")
+        return safe_open(str(path), framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {_damage(path) or error}; fetch it again") from error
+
+
+def _damage(path: Path) -> str | None:
+    """Name the first tensor that lies beyond the end of a truncated file; None where even the header is unreadable."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as stream:
+            (header_size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(header_size, size)))
+        ends = {
+            name: 8 + header_size + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    cut = sorted((end, name) for name, end in ends.items() if end > size)
+    return f"it ends at byte {size}, and {cut[0][1]} at byte {cut[0][0]}" if cut else None
