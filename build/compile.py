@@ -1,0 +1,313 @@
+"""Specs -> built kernels: look each up in the cache, compile what is missing, in parallel, and publish it.
+
+A kernel is built under its lock, in a temporary folder, and published by one rename: a build killed at any moment
+leaves nothing that a later one trips over, and two builds at once compile each kernel once. What spills or serialises
+wgmma is refused (``ptxas``). Without a usable tool chain, what any tool chain has built from the same source serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..generator.errors import ArtifactError, BuildError, ToolchainError
+from ..generator.render import render as render_spec
+from ..generator.specs import ABI_VERSION, KernelSpec
+from .cache import CUBIN, LOG, SOURCE, KernelCache, storage_errors
+from .fingerprint import Fingerprint, source_key, toolchain_key
+from .machine import default_jobs
+from .manifest import KernelRecord, write_kernel_manifest
+from .ptxas import check_resources, parse_resources
+from .settings import BuildSettings
+from .toolchain import Toolchain, find_toolchain
+
+# sm_90a, for wgmma and TMA; machine code alone, for PTX of an nvcc newer than the driver is refused.
+NVCC_FLAGS = (
+    "-cubin",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-std=c++17",
+    "-O3",
+    "-DNDEBUG",
+    "--expt-relaxed-constexpr",
+    "-Xptxas=-v",
+)
+
+# Variables by which nvcc or the host compiler would take options or headers that no fingerprint has seen.
+_HIDDEN_INPUTS = (
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "GCC_EXEC_PREFIX",
+)
+
+
+@dataclass(frozen=True)
+class BuildEvent:
+    """One kernel is ready: the ``done``-th of ``total``, found in the cache or compiled now."""
+
+    done: int
+    total: int
+    record: KernelRecord
+    cached: bool
+
+    def __str__(self) -> str:
+        """One line of progress."""
+        how = "cached" if self.cached else f"{self.record.compile_seconds:.1f} s"
+        return f"[{self.done}/{self.total}] {self.record.name} ({how})"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One kernel to compile."""
+
+    spec: KernelSpec
+    source: str
+    key: Fingerprint
+
+
+def build_kernels(
+    specs: Sequence[KernelSpec],
+    *,
+    settings: BuildSettings,
+    progress: Callable[[BuildEvent], None] | None = None,
+    render: Callable[[KernelSpec], str] = render_spec,
+) -> tuple[KernelRecord, ...]:
+    """Return the built kernel of every spec, in order, compiling those that the cache does not hold."""
+    assert len({spec.name for spec in specs}) == len(specs), "kernel names are unique within a plan"
+    cache = KernelCache(settings.cache_root)
+    sources = [render(spec) for spec in specs]
+    keys = [
+        source_key(spec, source, NVCC_FLAGS, settings.include_dir) for spec, source in zip(specs, sources, strict=True)
+    ]
+    toolchain, chain_key, lacking = _toolchain(settings)
+
+    records: dict[str, KernelRecord] = {}
+    jobs: list[_Job] = []
+
+    def ready(record: KernelRecord, cached: bool) -> None:
+        records[record.name] = record
+        if progress is not None:
+            progress(BuildEvent(len(records), len(specs), record, cached))
+
+    for spec, source, key in zip(specs, sources, keys, strict=True):
+        fingerprint = Fingerprint(key, chain_key)
+        found = cache.find(spec.name, fingerprint) if toolchain else cache.find_any(spec.name, key)
+        if found is not None:
+            ready(found, cached=True)
+        else:
+            jobs.append(_Job(spec, source, fingerprint))
+
+    if jobs:
+        if toolchain is None:
+            raise _missing(jobs, cache, settings, lacking)
+        _Builder(cache, toolchain, settings).run(jobs, lambda record: ready(record, cached=False))
+    return tuple(records[spec.name] for spec in specs)
+
+
+def nvcc_options(include_dirs: Sequence[Path]) -> list[str]:
+    """Return nvcc's options for a generated source; the order of folders is the order of precedence."""
+    return [*NVCC_FLAGS, *(option for folder in include_dirs for option in ("-I", str(folder)))]
+
+
+def _toolchain(settings: BuildSettings) -> tuple[Toolchain | None, str, ToolchainError | None]:
+    """The tool chain and its key; None, and why, when there is none or nothing may be compiled."""
+    if not settings.jit:
+        return None, "", None
+    try:
+        toolchain = find_toolchain(settings)
+    except ToolchainError as error:
+        return None, "", error
+    return toolchain, toolchain_key(toolchain), None
+
+
+def _missing(
+    jobs: Sequence[_Job], cache: KernelCache, settings: BuildSettings, lacking: ToolchainError | None
+) -> ArtifactError | ToolchainError:
+    names = ", ".join(job.spec.name for job in jobs[:3]) + (f" and {len(jobs) - 3} more" if len(jobs) > 3 else "")
+    what = f"{len(jobs)} kernels are not in the cache {cache.root}: {names}"
+    if lacking is not None:
+        return ToolchainError(f"{what}; they must be built, but {lacking}")
+    return ArtifactError(
+        f"{what}; FUTRANSFORMER_DISABLE_JIT forbids building them here. Run `futransformer build CONFIG` without it, "
+        "or point FUTRANSFORMER_CACHE at a cache that holds them"
+    )
+
+
+class _CancelledError(Exception):
+    """Another kernel failed, or the user interrupted."""
+
+
+class _Builder:
+    """Compiles jobs in parallel; the first failure stops the others."""
+
+    def __init__(self, cache: KernelCache, toolchain: Toolchain, settings: BuildSettings) -> None:
+        self.cache = cache
+        self.toolchain = toolchain
+        self.settings = settings
+        self.parallel = settings.jobs or default_jobs()
+        self.cancelled = threading.Event()
+
+    def run(self, jobs: Sequence[_Job], finished: Callable[[KernelRecord], None]) -> None:
+        """Build all jobs, those that took longest before (and those never built) first."""
+
+        def seconds(job: _Job) -> float:
+            known = self.cache.last_compile_seconds(job.spec.name)
+            return float("inf") if known is None else known
+
+        with ThreadPoolExecutor(self.parallel, thread_name_prefix="nvcc") as pool:
+            futures = [pool.submit(self.build, job) for job in sorted(jobs, key=seconds, reverse=True)]
+            try:
+                for future in as_completed(futures):
+                    finished(future.result())
+            except BaseException:
+                self.cancelled.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def build(self, job: _Job) -> KernelRecord:
+        """Build one kernel under its lock, unless another process has done so meanwhile."""
+        name, key = job.spec.name, job.key
+        with (
+            storage_errors(self.cache.root),
+            self.cache.lock(name, key, self.settings.lock_timeout, self.cancelled.is_set),
+        ):
+            found = self.cache.find(name, key)
+            if found is not None:
+                return found
+            with self.cache.workspace(name, key) as folder:
+                try:
+                    record = self.compile(job, folder)
+                except _RefusedError as refused:
+                    log = self.cache.keep_failed(folder, name, key)
+                    raise BuildError(f"{refused}\nThe full log: {log}") from None
+                write_kernel_manifest(record, folder)
+                return self.cache.publish(folder, name, key)
+
+    def compile(self, job: _Job, folder: Path) -> KernelRecord:
+        """Run nvcc in ``folder`` and judge what it made."""
+        spec = job.spec
+        (folder / SOURCE).write_text(job.source, encoding="utf-8")
+        status, seconds = self.run_nvcc(folder)
+        log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
+        if status != 0:
+            raise self.failure(spec.name, status, log)
+        image = (folder / CUBIN).read_bytes() if (folder / CUBIN).is_file() else b""
+        if not image.startswith(b"\x7fELF"):
+            raise _RefusedError(f"kernel {spec.name}: nvcc reported success but wrote no cubin ({len(image)} bytes)")
+        try:
+            resources = parse_resources(spec.name, log)
+            check_resources(spec.name, resources, log)
+        except BuildError as error:
+            raise _RefusedError(str(error)) from None
+        return KernelRecord(
+            name=spec.name,
+            template=spec.template,
+            params=spec.params,
+            threads=spec.threads,
+            cluster=spec.cluster,
+            shared_bytes=spec.shared_bytes,
+            resources=resources,
+            cubin=folder / CUBIN,
+            cubin_sha256=hashlib.sha256(image).hexdigest(),
+            compile_seconds=round(seconds, 3),
+            nvcc_version=".".join(map(str, self.toolchain.nvcc.version)),
+            abi_version=ABI_VERSION,
+            source_key=job.key.source_key,
+            toolchain_key=job.key.toolchain_key,
+        )
+
+    def run_nvcc(self, folder: Path) -> tuple[int, float]:
+        """Run nvcc on the source in ``folder``, all it says into the log; return exit status and seconds."""
+        temporary = folder / "tmp"
+        temporary.mkdir()
+        # By relative names in the folder itself: no path of this machine enters the cubin. nvcc's own temporary files
+        # stay inside as well, so that whatever removes the folder removes them.
+        command = [
+            str(self.toolchain.nvcc.path),
+            *nvcc_options((self.settings.include_dir, self.toolchain.cutlass_include)),
+            f"-ccbin={self.toolchain.host_compiler}",
+            "-o",
+            CUBIN,
+            SOURCE,
+        ]
+        env = {name: value for name, value in os.environ.items() if name not in _HIDDEN_INPUTS}
+        env |= {"TMPDIR": str(temporary), "LC_ALL": "C"}
+        start = time.monotonic()
+        with (folder / LOG).open("wb") as log:
+            # A group of its own, so that its cicc and ptxas can be stopped with it.
+            process = subprocess.Popen(
+                command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            while True:
+                try:
+                    status = process.wait(0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if self.cancelled.is_set():
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+                        raise _CancelledError from None
+        seconds = time.monotonic() - start
+        for left in sorted(temporary.rglob("*"), reverse=True):
+            left.rmdir() if left.is_dir() else left.unlink()
+        temporary.rmdir()
+        return status, seconds
+
+    def failure(self, name: str, status: int, log: str) -> BuildError:
+        """Say what ended nvcc: a signal (most often for want of memory), a full disk, or an error in the source."""
+        if "No space left on device" in log or "Disk quota exceeded" in log:
+            return BuildError(
+                f"kernel {name}: the disk of the kernel cache {self.cache.root} is full; nothing half-built was kept. "
+                f"Make room, or point FUTRANSFORMER_CACHE at a folder on another disk, and build again. nvcc said:\n"
+                f"{_words(log)}"
+            )
+        number = _signal_number(status, log)
+        if number == signal.SIGKILL:
+            fewer = (
+                f"build with fewer jobs: futransformer build CONFIG --jobs {max(1, self.parallel // 2)}"
+                if self.parallel > 1
+                else "it was the only one: free memory, or build on a larger machine"
+            )
+            return _RefusedError(
+                f"kernel {name}: nvcc was killed (exit status {status}) while compiling {SOURCE}: the machine most "
+                f"likely ran out of memory with {self.parallel} compilers at once; {fewer}"
+            )
+        if number is not None:
+            return _RefusedError(
+                f"kernel {name}: nvcc crashed with signal {number} (exit status {status}):\n{_words(log)}"
+            )
+        return _RefusedError(f"kernel {name}: nvcc failed (exit status {status}):\n{_words(log)}")
+
+
+class _RefusedError(BuildError):
+    """A build that failed for its source, its resources or its compiler: what there is of it is kept to look at."""
+
+
+def _signal_number(status: int, log: str) -> int | None:
+    """The signal that ended nvcc (-9, or 137 through a shell), or the tool that nvcc ran."""
+    inner = re.search(r"died due to signal (\d+)", log)
+    if inner:
+        return int(inner[1])
+    if status < 0:
+        return -status
+    return status - 128 if status > 128 else None
+
+
+def _words(log: str, lines: int = 30, width: int = 400) -> str:
+    """The compiler's words from its first error on, trimmed: one mistake in a template header fills pages."""
+    said = [line[:width] for line in log.splitlines() if line.strip()]
+    first = next((index for index, line in enumerate(said) if re.search(r"\b(error|fatal)\b", line)), 0)
+    kept = said[first : first + lines]
+    return "\n".join(kept) if kept else "(nothing)"
