@@ -1,0 +1,57 @@
+"""The decode GEMM: which of the batch tiles runs, and its launch. Which epilogue runs is the spec's business."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from futransformer.driver import Argument, Kernel
+from futransformer.generator.specs import DecodeGemmSpec
+from futransformer.ops.validate import check_aligned
+
+# Arguments with one row a sequence; any other tensor belongs to all sequences together.
+ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
+# Arguments that are accessed sixteen bytes at a time.
+VECTOR_ARGUMENTS = frozenset({"x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out"})
+
+
+class DecodeGemm:
+    """One projection over a batch of sequences; ``kernels`` is keyed by batch tile.
+
+    The smallest tile that holds the batch runs. A batch beyond the largest tile runs as several launches of that tile,
+    each of which reads the weights again.
+    """
+
+    def __init__(self, kernels: Mapping[int, Kernel]) -> None:
+        self._kernels = {batch: kernels[batch] for batch in sorted(kernels)}
+        self._largest = max(kernels)
+
+    def _choose(self, rows: int) -> tuple[Kernel, DecodeGemmSpec]:
+        batch = next((batch for batch in self._kernels if batch >= rows), self._largest)
+        kernel = self._kernels[batch]
+        assert isinstance(kernel.spec, DecodeGemmSpec)
+        return kernel, kernel.spec
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the packed weight: the same for every batch tile."""
+        return self._choose(1)[1].weight_shape
+
+    def sumsq_parts(self, rows: int) -> int:
+        """Columns of sumsq_out for this many rows."""
+        return self._choose(rows)[1].sumsq_parts
+
+    def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
+        """Run on x [m, k] with m >= 1."""
+        kernel, spec = self._choose(x.shape[0])
+        arguments: dict[str, Argument] = {"x": x, "weight": weight, **epilogue}
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and name in VECTOR_ARGUMENTS:
+                check_aligned(spec.op, name, value, 16)
+        for first in range(0, x.shape[0], self._largest):
+            rows = slice(first, min(first + self._largest, x.shape[0]))
+            part = {
+                name: value[rows] if isinstance(value, Tensor) and name in ROW_ARGUMENTS else value
+                for name, value in arguments.items()
+            }
+            kernel.launch((spec.blocks, 1, 1), m=rows.stop - rows.start, **part)
