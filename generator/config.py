@@ -175,7 +175,7 @@ def _parse(reader: JsonReader, generation: JsonReader | None, name: str) -> Llam
     _refuse_other_models(reader)
     heads = reader.integer("num_attention_heads")
     hidden_size = reader.integer("hidden_size")
-    if not reader.has("head_dim") and (heads <= 0 or hidden_size % heads):
+    if not reader.has("head_dim") and heads > 0 and hidden_size % heads:
         raise reader.error("head_dim", f"is missing, and hidden_size {hidden_size} / {heads} heads is no whole number")
     rope_theta, rope_scaling = _parse_rope(reader)
     bos = generation if generation and generation.has("bos_token_id") else reader
@@ -243,7 +243,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 def _parse_rope(reader: JsonReader) -> tuple[float, RopeScaling | None]:
     """Read theta and scaling in either style; a config may hold both if they agree."""
     old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
-    holders = [holder for holder in (new, reader) if holder.has("rope_theta")]
+    holders = [holder for holder in (new, old, reader) if holder.has("rope_theta")]
     if not holders:
         raise reader.error(
             "rope_theta",
@@ -252,7 +252,10 @@ def _parse_rope(reader: JsonReader) -> tuple[float, RopeScaling | None]:
         )
     thetas = [holder.number("rope_theta") for holder in holders]
     if len(set(thetas)) > 1:
-        raise reader.error("rope_theta", f"({thetas[1]}) contradicts rope_parameters.rope_theta ({thetas[0]})")
+        places = ", ".join(
+            f"{theta} in {holder.prefix}rope_theta" for holder, theta in zip(holders, thetas, strict=True)
+        )
+        raise reader.error("rope_theta", f"contradicts itself: {places}")
     scalings = [_parse_scaling(section) for section in (new, old) if section.content]
     if len(set(scalings)) > 1:
         raise reader.error("rope_scaling", "contradicts rope_parameters")
