@@ -1,0 +1,1 @@
+"""Measurements: one module a subject; what was measured stands in results/."""

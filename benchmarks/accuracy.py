@@ -1,0 +1,170 @@
+"""A real model and real text through the kernels, against the reference with the same rounding points.
+
+    python -m benchmarks.accuracy MODEL --text FILE [--kernels EXPORT] [--commit SHA] [--output FOLDER]
+
+Perplexity through prefill on the whole text; through decode, token by token, on the whole text (64 windows abreast) and
+on the first windows at batches of 1, 4, 8 and 32; generation of 64 tokens for 16 prompts, alone and in one batch, and
+teacher-forced on the reference's text. Runs on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results
+from futransformer.model import Llama
+from futransformer.perplexity import PerplexityResult, score
+from futransformer.reference import ReferenceOps
+from futransformer.tokenizer import Tokenizer
+
+CONTEXT = 1024
+NEW_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at a lower temperature on a mountain because",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea, there lived a clockmaker who",
+    "The three primary colours are",
+    "To bake bread you need",
+    "In 1969 the first people",
+    "List four prime numbers greater than 10:",
+    "The difference between a list and a tuple in Python is that",
+    "A haiku about winter:\n",
+    "Photosynthesis turns",
+    "Dear Ms. Alvarez,\n\nThank you for your letter of 3 May. I am writing to",
+    "Q: What is 17 times 23?\nA:",
+    "The quick brown fox jumps over the lazy dog. This sentence is remarkable because it",
+    "Matrix multiplication is not commutative, which means that",
+    "If all roses are flowers and some flowers fade quickly, then",
+)
+
+
+def perplexity_row(
+    case: str, ours: PerplexityResult, rivals: dict[str, PerplexityResult], seconds: float
+) -> dict[str, Any]:
+    """One row: perplexities, and the paired difference of the tokens' likelihoods to each rival."""
+    row: dict[str, Any] = {
+        "case": case,
+        "ours": round(ours.perplexity, 4),
+        "unit": "perplexity",
+        "rivals": {name: round(rival.perplexity, 4) for name, rival in rivals.items()},
+        "tokens": ours.tokens_scored,
+        "seconds": round(seconds, 1),
+    }
+    for name, rival in rivals.items():
+        difference = (ours.nll - rival.nll).double()
+        row[f"nll_minus_{name}"] = {
+            "mean": float(difference.mean()),
+            "standard_error": float(difference.std() / math.sqrt(difference.numel())),
+            "deviation": float(difference.std()),
+        }
+    return row
+
+
+def timed_score(model: Llama, tokens: list[int], **options: Any) -> tuple[PerplexityResult, float]:
+    """Score and say how long it took."""
+    start = time.perf_counter()
+    result = score(model, tokens, context=CONTEXT, **options)
+    return result, time.perf_counter() - start
+
+
+def first(result: PerplexityResult, windows: int) -> PerplexityResult:
+    """The same result over its first windows alone."""
+    return PerplexityResult(result.context, windows, 0, result.nll[: windows * (result.context - 1)])
+
+
+def perplexity_rows(ours: Llama, reference: Llama, exact: Llama, tokens: list[int], name: str) -> list[dict[str, Any]]:
+    """Every perplexity case of the module's docstring."""
+    prefill, seconds = timed_score(ours, tokens, batch=8)
+    rounding, _ = timed_score(reference, tokens)
+    unrounded, _ = timed_score(exact, tokens)
+    base, windows = f"perplexity/{name}/bf16/through", prefill.windows
+    rivals = {"reference": rounding, "reference-float32": unrounded}
+    rows = [perplexity_row(f"{base}=prefill/ctx={CONTEXT}/windows={windows}", prefill, rivals, seconds)]
+    noise = perplexity_row("", rounding, {"float32": unrounded}, 0)["nll_minus_float32"]
+    rows[0]["noise_floor_reference_minus_float32"] = noise
+    decode, seconds = timed_score(ours, tokens, batch=64, through="decode")
+    rows.append(
+        perplexity_row(f"{base}=decode/ctx={CONTEXT}/windows={windows}/B=64", decode, {"prefill": prefill}, seconds)
+    )
+    for batch in (1, 4, 8, 32):
+        count = max(4, batch)
+        part, seconds = timed_score(ours, tokens, windows=count, batch=batch, through="decode")
+        case = f"{base}=decode/ctx={CONTEXT}/windows={count}/B={batch}"
+        rows.append(perplexity_row(case, part, {"prefill": first(prefill, count)}, seconds))
+    return rows
+
+
+def near_tie(logits: Tensor) -> bool:
+    """Whether the two largest logits are closer than 2^-7 of the largest."""
+    top = logits.topk(2).values
+    return bool(top[0] - top[1] < 2.0**-7 * top[0].abs())
+
+
+def agreement_row(ours: Llama, reference: Llama, prompts: list[list[int]], batch: int, name: str) -> dict[str, Any]:
+    """Generation by ours, ``batch`` prompts at a time, and ours teacher-forced on the reference's text."""
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    differing = outside = same_text = compared = 0
+    for group in groups:
+        texts = reference.generate(group, NEW_TOKENS, eos_token_ids=[])
+        free = ours.generate(group, NEW_TOKENS, eos_token_ids=[])
+        same_text += sum(a == b for a, b in zip(texts, free, strict=True))
+        our_logits, their_logits = ours.prefill(group), reference.prefill(group)
+        for step in range(NEW_TOKENS):
+            for row, text in enumerate(texts):
+                compared += 1
+                if int(our_logits[row].argmax()) != text[step]:
+                    differing += 1
+                    outside += not near_tie(their_logits[row])
+            if step + 1 < NEW_TOKENS:
+                column = [text[step] for text in texts]
+                our_logits, their_logits = ours.decode(column), reference.decode(column)
+        ours.keep([])
+        reference.keep([])
+    return {
+        "case": f"generate/{name}/bf16/prompts={len(prompts)}/new={NEW_TOKENS}/B={batch}",
+        "ours": differing,
+        "unit": f"differing argmax of {compared}, teacher-forced on the reference's text",
+        "differing_outside_near_ties": outside,
+        "identical_free_texts": f"{same_text} of {len(prompts)}",
+    }
+
+
+def main() -> None:
+    """Measure and write benchmarks/results/<card>/accuracy.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--kernels", type=Path)
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path, default=results.ROOT / "benchmarks" / "results" / "h200")
+    arguments = parser.parse_args()
+
+    cache = 64 * (CONTEXT + 64)
+    ours = Llama.from_pretrained(arguments.model, kernels=arguments.kernels, device="cuda", cache_tokens=cache)
+    name = ours.config.name.lower().removesuffix("-instruct")
+
+    def reference(dtype: torch.dtype) -> Llama:
+        ops = ReferenceOps(ours.config, device=ours.ops.device, dtype=dtype)
+        return Llama.from_pretrained(arguments.model, ops=ops, cache_tokens=cache)
+
+    rounding, exact = reference(torch.bfloat16), reference(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tokenizer = Tokenizer(arguments.model)
+    tokens = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
+    rows = perplexity_rows(ours, rounding, exact, tokens, name)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    rows += [agreement_row(ours, rounding, prompts, batch, name) for batch in (1, len(prompts))]
+    path = results.write(arguments.output, "accuracy", arguments.commit, rows)
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()
