@@ -46,7 +46,9 @@ def hopper_problem() -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         name = torch.cuda.get_device_name()
-        return f"no Hopper GPU: {name} has compute capability {major}.{minor}; the kernels are built for 9.0 (H100, H200)"
+        return (
+            f"no Hopper GPU: {name} has compute capability {major}.{minor}; the kernels are built for 9.0 (H100, H200)"
+        )
     return None
 
 
@@ -64,7 +66,7 @@ class Kernel:
     def __init__(self, spec: KernelSpec, record: KernelRecord, cubin: bytes, device: torch.device) -> None:
         from cuda.bindings import driver  # noqa: PLC0415
 
-        torch.cuda.init()
+        torch.cuda.current_stream(device)  # the primary context exists from here on
         self.spec = spec
         self.record = record
         self.device = device
@@ -72,7 +74,7 @@ class Kernel:
         self._driver = driver
         self._cubin = cubin  # the driver may read it for as long as the library lives
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-        kernel = check(driver.cuLibraryGetKernel(self._library, record.entry.encode()))
+        kernel = check(driver.cuLibraryGetKernel(self._library, record.name.encode()))
         if record.shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             ordinal = check(driver.cuDeviceGet(device.index))
@@ -126,7 +128,9 @@ class Kernel:
 
     def _marshal(self, arguments: Mapping[str, Argument]) -> None:
         if len(arguments) != len(self._storage):
-            raise InputError(f"{self.record.name}: got {sorted(arguments)}, wants {[name for name, _, _ in self._storage]}")
+            raise InputError(
+                f"{self.record.name}: got {sorted(arguments)}, wants {[name for name, _, _ in self._storage]}"
+            )
         for name, kind, place in self._storage:
             value: Any = arguments[name]
             if kind == "pointer":

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from futransformer.build.compile import BuildEvent, build_kernels
+from futransformer.build.export import load_exported
+from futransformer.build.manifest import KernelRecord, load_cubin
+from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import ArtifactError
@@ -23,13 +26,10 @@ from futransformer.ops.attention_decode import AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
-from futransformer.ops.interface import Phase, Projection
+from futransformer.ops.interface import PROJECTIONS, Phase, Projection
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.packing import pack_decode, pack_prefill
-
-if TYPE_CHECKING:
-    from futransformer.build.manifest import KernelRecord
 
 
 class KernelLibrary:
@@ -40,21 +40,21 @@ class KernelLibrary:
         config: LlamaConfig,
         precision: Precision,
         plan: Plan,
-        cubins: Mapping[str, tuple[KernelRecord, bytes]],
+        records: Mapping[str, KernelRecord],
         device: torch.device,
     ) -> None:
-        """Load the plan's kernels from ``cubins``: a manifest record and a checked cubin by kernel name."""
+        """Load the plan's kernels from their manifest records, by kernel name; every cubin's sha256 is checked."""
         self.config = config
         self.precision = precision
         self.plan = plan
         self.device = device
 
         def kernel(spec: KernelSpec) -> Kernel:
-            record, cubin = cubins[spec.name]
-            return Kernel(spec, record, cubin, device)
+            record = records[spec.name]
+            return Kernel(spec, record, load_cubin(record), device)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
-        for op in plan.prefill:
+        for op in PROJECTIONS:
             gemms["prefill", op] = PrefillGemm(kernel(plan.prefill[op]))
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
@@ -148,7 +148,7 @@ def load_kernels(
     precision: Precision | str = "bf16",
     *,
     folder: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[BuildEvent], None] | None = None,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
@@ -156,14 +156,19 @@ def load_kernels(
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
     Raises DeviceError (no Hopper GPU), UnsupportedError (shape or precision), ArtifactError or BuildError.
     """
-    from futransformer.build import load_or_build  # noqa: PLC0415  (the build package is not needed to run an export)
-
     device = require_hopper()
     row = get_precision(precision)
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     plan = make_plan(model, row)
-    cubins = load_or_build(plan.specs(), folder=folder, progress=progress)
-    missing = [spec.name for spec in plan.specs() if spec.name not in cubins]
-    if missing:
-        raise ArtifactError(f"{folder}: lacks {len(missing)} kernels of {model.name}, first {missing[0]}; build it again")
-    return KernelLibrary(model, row, plan, cubins, device)
+    if folder is not None:
+        records = {record.name: record for record in load_exported(folder).kernels}
+        missing = [spec.name for spec in plan.specs() if spec.name not in records]
+        if missing:
+            raise ArtifactError(
+                f"{folder}: lacks {len(missing)} of the {len(plan.specs())} kernels of {model.name}, "
+                f"first {missing[0]}; run: futransformer build {model.name} --output {folder}"
+            )
+    else:
+        settings = BuildSettings.from_environment()
+        records = {record.name: record for record in build_kernels(plan.specs(), settings=settings, progress=progress)}
+    return KernelLibrary(model, row, plan, records, device)

@@ -35,8 +35,14 @@ def gemm_spec(op: str, n: int, k: int, precision: Precision, heads: Heads | None
 def decode_gemm_spec(
     op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None = None
 ) -> DecodeGemmSpec:
-    """The decode GEMM of one projection for up to ``batch_tile`` sequences."""
-    return DecodeGemmSpec(op, precision.decode, n, k, batch_tile, row_tiles=1, warps=8, heads=heads)
+    """The decode GEMM of one projection for up to ``batch_tile`` sequences.
+
+    One row tile a block gives the most blocks (256 for the smallest projection of an 8B model), two of which share a
+    multiprocessor; six stages of 16 KB hold more than the 34-67 KB a multiprocessor must have in flight.
+    """
+    return DecodeGemmSpec(
+        op, precision.decode, n, k, batch_tile, row_tiles=1, warps=8, stages=6, stage_k=512, heads=heads
+    )
 
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:

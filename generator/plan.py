@@ -28,7 +28,7 @@ from .specs import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Every kernel of one model and precision, by its role. GEMMs are keyed by projection, decode also by batch tile."""
+    """Every kernel of one model and precision, by role: GEMMs by projection, those of decode also by batch tile."""
 
     gather_rows: GatherRowsSpec
     prefill: dict[str, GemmSpec]
@@ -76,9 +76,7 @@ def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
         prefill={op: gemm_spec(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
-            op: {
-                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES
-            }
+            op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}
             for op, (n, k) in shapes.items()
         },
         attention_decode=attention_decode_spec(heads, row),

@@ -1,0 +1,1 @@
+"""The operations: validate, allocate, launch; one module a kernel."""

@@ -38,5 +38,3 @@ class PrefillGemm:
             m=m,
             **epilogue,
         )
-
-

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Phase = Literal["prefill", "decode"]
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
+PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 
 
 class Ops(Protocol):

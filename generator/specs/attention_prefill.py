@@ -11,7 +11,11 @@ from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
 
 @dataclass(frozen=True)
 class AttentionPrefillSpec(KernelSpec):
-    """One block computes tile_m queries of one head; keys arrive tile_n (a multiple of the page) at a time."""
+    """One block computes tile_m queries of one head; keys arrive tile_n (one or two pages) at a time.
+
+    The grid is (query heads, sequences, query tiles of the longest sequence). Boxes of the tensor maps are 64 columns
+    (128 bytes, swizzled) by tile_m rows of Q, by one page of K and V.
+    """
 
     template: ClassVar[str] = "attention_prefill_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("HGMMA", "UTMALDG")
@@ -25,8 +29,14 @@ class AttentionPrefillSpec(KernelSpec):
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
         self.require(self.heads.num_attention_heads % self.heads.num_key_value_heads == 0, "heads must divide evenly")
-        self.require(self.tile_m == 128, "tile_m must be 128")
-        self.require(self.tile_n % PAGE_SIZE == 0, f"tile_n must be a multiple of the page, {PAGE_SIZE} tokens")
+        self.require(self.tile_m == 128, "tile_m must be 128: two consumer warpgroups of 64 queries")
+        self.require(
+            self.tile_n in (PAGE_SIZE, 2 * PAGE_SIZE),
+            f"tile_n must be {PAGE_SIZE} or {2 * PAGE_SIZE}: whole pages whose scores fit in registers",
+        )
+        self.require(
+            self.stages >= 2, "stages must be at least 2: the next tile's K arrives while this one's V is read"
+        )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -59,6 +69,6 @@ class AttentionPrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Q, the ring of K and V tiles, and their barriers."""
+        """Q, the rings of K and V tiles, and their barriers: one for Q, a full and an empty one a stage of K and of V."""
         row = self.heads.head_dim * self.element.bits // 8
         return self.tile_m * row + self.stages * 2 * self.tile_n * row + 8 * (1 + 4 * self.stages)

@@ -22,7 +22,7 @@ ABI_VERSION = 1  # raised whenever the meaning of a parameter or a packed layout
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter. ``kind`` is "pointer", "int32", "float32" or "tensor_map"; ``ctype`` the pointee, if any."""
+    """One kernel parameter: ``kind`` is pointer, int32, float32 or tensor_map; ``ctype`` the pointee of a pointer."""
 
     name: str
     kind: str

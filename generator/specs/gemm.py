@@ -52,10 +52,8 @@ class GemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        chain = "_".join(self.epilogue)
-        return (
-            f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_c{self.cluster_m}x1_s{self.stages}_coop_{chain}"
-        )
+        schedule = f"c{self.cluster_m}x1_s{self.stages}_coop"
+        return f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_{schedule}_{'_'.join(self.epilogue)}"
 
     @property
     def params(self) -> tuple[Param, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
         pytest.skip(problem)
     exports: Path | None = request.config.getoption("--kernels")
 
-    @lru_cache(maxsize=None)
+    @cache
     def load(name: str) -> KernelLibrary:
         return load_kernels(model_config(name), folder=exports / name if exports else None)
 
