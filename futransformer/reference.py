@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import Precision
-from futransformer.generator.specs import PAGE_SIZE, Heads
+from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Phase, Projection
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
@@ -34,7 +34,7 @@ class ReferenceOps:
         """Serve ``config``'s shape; ``dtype`` is what stored tensors are rounded to, float32 for no rounding."""
         self.device = torch.device(device)
         self.dtype = dtype
-        self.heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.heads = config.heads
         self.vocab_size = config.vocab_size
         self.rms_norm_eps = config.rms_norm_eps
         self._packed: tuple[Tensor, Tensor] | None = None

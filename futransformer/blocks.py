@@ -1,0 +1,110 @@
+"""One Llama block, and what a pass over all blocks needs to know about its rows.
+
+Five operations a layer, in either phase; the two RMSNorms are inside them (gain in the next weight, rstd in the next
+epilogue), so the residual stream x travels with the sums of squares of its rows. docs/architecture.md has the layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from futransformer.ops.interface import Ops, Phase
+
+Packed = dict[Phase, Tensor]  # one weight, as each phase's kernel reads it
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The four projections of one layer."""
+
+    qkv: Packed
+    o: Packed
+    gate_up: Packed
+    down: Packed
+
+
+class Pass(Protocol):
+    """The rows that go through the blocks together: where they stand, where their K and V go, whom they attend."""
+
+    phase: ClassVar[Phase]
+
+    @property
+    def positions(self) -> Tensor:
+        """RoPE position of each row, int32 [T]."""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """Cache slot of each row, int64 [T]."""
+        ...
+
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """Attend q over one layer's pages."""
+        ...
+
+
+@dataclass(frozen=True)
+class PrefillPass:
+    """Rows of several sequences, concatenated; each attends causally to all of its sequence's tokens up to itself."""
+
+    phase: ClassVar[Phase] = "prefill"
+
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+    max_seqlen_q: int
+
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """See Pass.attention."""
+        return ops.attention_prefill(
+            q,
+            k_pages,
+            v_pages,
+            self.block_table,
+            self.cu_seqlens_q,
+            self.seqlens_k,
+            max_seqlen_q=self.max_seqlen_q,
+        )
+
+
+@dataclass(frozen=True)
+class DecodePass:
+    """One row a sequence: its newest token."""
+
+    phase: ClassVar[Phase] = "decode"
+
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    seqlens_k: Tensor
+    max_seqlen_k: int
+
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """See Pass.attention."""
+        return ops.attention_decode(
+            q, k_pages, v_pages, self.block_table, self.seqlens_k, max_seqlen_k=self.max_seqlen_k
+        )
+
+
+def llama_block(
+    ops: Ops,
+    weights: LayerWeights,
+    x: Tensor,
+    sumsq: Tensor,
+    rows: Pass,
+    rope_table: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is overwritten."""
+    phase = rows.phase
+    q = ops.qkv(phase, x, sumsq, weights.qkv[phase], rope_table, rows.positions, rows.slots, k_pages, v_pages)
+    attended = rows.attention(ops, q, k_pages, v_pages)
+    x, sumsq = ops.o(phase, attended, weights.o[phase], x)
+    h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase])
+    return ops.down(phase, h, weights.down[phase], x)

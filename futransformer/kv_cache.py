@@ -1,0 +1,132 @@
+"""The paged KV cache: one pool of pages, handed out to sequences as they grow.
+
+Pool: [2 (K, V), layers, num_pages, num_key_value_heads, PAGE_SIZE, head_dim], so that one layer's K or V pages are
+contiguous, as the kernels read them. A page number means the same slots in every layer. Pages are not cleared: what a
+sequence has not written may hold anything, and nobody reads it.
+
+Host state (lists of page numbers) decides; what kernels read (block tables, slots) is derived here as tensors on the
+cache's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import InputError, OutOfMemoryError
+from futransformer.generator.specs import PAGE_SIZE
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """One sequence's pages, in order, and how many of its tokens are in them."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that its pages can hold."""
+        return len(self.pages) * PAGE_SIZE
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold this many tokens of one sequence."""
+    return -(-tokens // PAGE_SIZE)
+
+
+def page_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Bytes of one page: K and V of PAGE_SIZE tokens in all layers."""
+    features = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * PAGE_SIZE * features * dtype.itemsize
+
+
+class KVCache:
+    """A fixed number of pages and the list of the free ones."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_pages: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        page_order: Iterable[int] | None = None,
+    ) -> None:
+        """Allocate the pool; ``page_order`` is the order in which pages are handed out (default: ascending)."""
+        if num_pages < 1:
+            raise InputError(f"a KV cache needs at least one page of {PAGE_SIZE} tokens, not {num_pages}")
+        shape = (2, config.num_hidden_layers, num_pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
+        try:
+            self.pool = torch.empty(shape, dtype=dtype, device=device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            size = num_pages * page_bytes(config, dtype)
+            raise OutOfMemoryError(
+                f"a KV cache of {num_pages} pages ({num_pages * PAGE_SIZE} tokens) needs {size / 2**30:.2f} GiB on "
+                f"{device}, which has less; ask for fewer cache tokens"
+            ) from error
+        self.num_pages = num_pages
+        self.device = self.pool.device
+        self._free = list(range(num_pages) if page_order is None else page_order)[::-1]
+        assert sorted(self._free) == list(range(num_pages)), "page_order must name every page once"
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of one layer, each [num_pages, num_key_value_heads, PAGE_SIZE, head_dim]."""
+        return self.pool[0, index], self.pool[1, index]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages together hold."""
+        return self.num_pages * PAGE_SIZE
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
+    def reserve(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
+        """Give each sequence pages for that many tokens in all; say whether any page was added.
+
+        All or nothing: when the free pages do not suffice, InputError, and no sequence has changed.
+        """
+        missing = [
+            max(0, pages_for(total) - len(sequence.pages)) for sequence, total in zip(sequences, tokens, strict=True)
+        ]
+        if sum(missing) > self.free_pages:
+            raise InputError(
+                f"{sum(tokens)} tokens in {len(sequences)} sequences need {sum(missing)} more pages of {PAGE_SIZE} "
+                f"tokens, but {self.free_pages} of the KV cache's {self.num_pages} ({self.capacity} tokens) are free; "
+                "use a larger cache (cache_tokens), shorter prompts, or fewer of them"
+            )
+        for sequence, count in zip(sequences, missing, strict=True):
+            sequence.pages += [self._free.pop() for _ in range(count)]
+        return any(missing)
+
+    def release(self, sequences: Iterable[CachedSequence]) -> None:
+        """Take all pages back; the sequences are empty afterwards."""
+        for sequence in sequences:
+            self._free += reversed(sequence.pages)
+            sequence.pages, sequence.length = [], 0
+
+    def block_table(self, sequences: Sequence[CachedSequence]) -> Tensor:
+        """Page numbers, int32 [B, most pages of any]; short rows are filled with -1, which nobody reads."""
+        width = max([1, *(len(sequence.pages) for sequence in sequences)])
+        rows = [sequence.pages + [-1] * (width - len(sequence.pages)) for sequence in sequences]
+        return upload(rows, torch.int32, self.device)
+
+
+def upload(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Put host integers on the device; from pinned memory on a GPU, so that nothing waits for the copy."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def token_slots(block_table: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+    """The slot of each (sequence, position) pair, int64: page x PAGE_SIZE + offset in the page. No synchronisation."""
+    position = position.long()
+    page = block_table[sequence.long(), position // PAGE_SIZE].long()
+    return page * PAGE_SIZE + position % PAGE_SIZE

@@ -1,0 +1,94 @@
+"""What a model keeps in memory, counted from its config before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import OutOfMemoryError
+from futransformer.generator.precision import Precision
+from futransformer.generator.specs import PAGE_SIZE
+
+FLOAT32_BITS = 32
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes resident while the model runs."""
+
+    prefill_weights: int
+    decode_weights: int
+    embedding: int
+    kv_cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __str__(self) -> str:
+        """The total, and its parts in brackets."""
+        parts = (f"{part.name.replace('_', ' ')} {gib(getattr(self, part.name))}" for part in fields(self))
+        return f"{gib(self.total)} ({', '.join(parts)})"
+
+
+def plan_memory(
+    config: LlamaConfig, precision: Precision, *, cache_tokens: int, rows: int, reference: bool = False
+) -> MemoryPlan:
+    """Count a model with a cache of ``cache_tokens`` and at most ``rows`` tokens a pass.
+
+    Kernels read one packing of every projection and of the head in prefill and another in decode; the reference holds
+    one float32 copy for both.
+    """
+    heads = config.heads
+    layer = config.hidden_size * (heads.qkv_features + heads.q_features + 3 * config.intermediate_size)
+    projections = config.num_hidden_layers * layer
+    head = config.vocab_size * config.hidden_size
+
+    def weights(bits: int, head_bits: int) -> int:
+        return (projections * bits + head * head_bits) // 8
+
+    rope = config.max_position_embeddings * config.head_dim * 4
+    features = config.num_hidden_layers * heads.kv_features
+    pages = -(-cache_tokens // PAGE_SIZE)
+    # x, q, attention's output and h of every row, and float32 logits of a few rows
+    row_features = config.hidden_size + 2 * heads.q_features + config.intermediate_size
+    return MemoryPlan(
+        prefill_weights=weights(FLOAT32_BITS, FLOAT32_BITS)
+        if reference
+        else weights(precision.prefill.bits, precision.head.bits),
+        decode_weights=0 if reference else weights(precision.decode.bits, precision.head.bits),
+        embedding=head * 2 + rope,
+        kv_cache=2 * pages * PAGE_SIZE * features * precision.kv.bits // 8,
+        activations=rows * row_features * 2,
+    )
+
+
+def check_memory(name: str, plan: MemoryPlan, device: torch.device) -> None:
+    """Refuse a plan that exceeds the device's free memory, with the numbers."""
+    available = available_bytes(device)
+    if available is not None and plan.total > available:
+        where = "this machine" if device.type == "cpu" else str(device)
+        raise OutOfMemoryError(
+            f"{name} needs {plan}, but {where} has {gib(available)} free; "
+            "use a smaller model or a smaller cache (cache_tokens)"
+        )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU, or what Linux says a new program may use; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def gib(count: int) -> str:
+    """Bytes as GiB, with enough digits for a small model."""
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,390 @@
+"""A Llama on one device: prefill, decode, greedy generation, on generated kernels or on the reference.
+
+Sequences are read without padding: a pass concatenates the rows of all prompts, and a prompt longer than
+``max_rows`` takes several passes. The model holds one batch of sequences at a time: ``prefill`` begins it, ``extend``
+and ``decode`` continue it. T tokens in a pass, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from futransformer.blocks import DecodePass, LayerWeights, Packed, Pass, PrefillPass, llama_block
+from futransformer.checkpoint import Checkpoint, load_checkpoint
+from futransformer.driver import hopper_problem, require_hopper
+from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.errors import InputError
+from futransformer.generator.precision import Precision, get_precision
+from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
+from futransformer.memory import check_memory, plan_memory
+from futransformer.ops.interface import Ops, Phase, Projection
+from futransformer.reference import ReferenceOps
+
+if TYPE_CHECKING:
+    from futransformer.build.compile import BuildEvent
+
+CACHE_TOKENS = 16384  # default size of the KV cache
+MAX_ROWS = 8192  # rows of one prefill pass: enough to fill a GPU, few enough that activations stay small
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+OnToken = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """Everything that the ops read: tables as they are, matrices packed for each phase."""
+
+    embedding: Tensor
+    rope_table: Tensor
+    layers: list[LayerWeights]
+    lm_head: Packed
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. stop - 1 of prompt ``index``, part of one prefill pass."""
+
+    index: int
+    start: int
+    stop: int
+
+
+class Llama:
+    """A loaded model and its KV cache."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        ops: Ops,
+        weights: LlamaWeights,
+        cache: KVCache,
+        *,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        """Put the parts together; ``from_pretrained`` makes them from a folder."""
+        self.config = config
+        self.ops = ops
+        self.weights = weights
+        self.cache = cache
+        self.max_rows = max_rows
+        self.sequences: list[CachedSequence] = []
+        self._table: Tensor | None = None  # decode's view of the batch on the device, made when first needed
+        self._lengths: Tensor | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: Path | str,
+        *,
+        ops: Ops | None = None,
+        precision: str | Precision = "bf16",
+        device: torch.device | str | None = None,
+        cache_tokens: int = CACHE_TOKENS,
+        max_rows: int = MAX_ROWS,
+        kernels: Path | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Llama:
+        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
+
+        ``ops`` overrides the choice, and ``device="cpu"`` asks for the reference; ``model.ops.describe()`` says what
+        was chosen. ``kernels`` names a folder of built kernels, and ``progress`` hears what takes long. A model that
+        does not fit the device's memory is refused before its weights are read.
+        """
+        folder, precision = Path(folder), get_precision(precision)
+        config = load_config(folder)
+        target = ops.device if ops is not None else pick_device(device)
+        checkpoint = load_checkpoint(folder, config)
+        reference = isinstance(ops, ReferenceOps) if ops is not None else target.type == "cpu"
+        plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
+        check_memory(config.name, plan, target)
+        if ops is None:
+            ops = make_ops(config, precision, target, kernels=kernels, progress=progress)
+        kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
+        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
+        return cls(config, ops, load_weights(checkpoint, config, ops), cache, max_rows=max_rows)
+
+    # The batch of sequences
+
+    def start(self, batch: int) -> None:
+        """Begin a batch of empty sequences; the previous one's pages are free again."""
+        if batch < 1:
+            raise InputError("the batch is empty: give at least one prompt")
+        self.cache.release(self.sequences)
+        self.sequences = [CachedSequence() for _ in range(batch)]
+        self._forget_device_state()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences of the batch, in this order; the others' pages are free again."""
+        kept = [self.sequences[row] for row in rows]
+        self.cache.release(sequence for sequence in self.sequences if sequence not in kept)
+        self.sequences = kept
+        if self._table is not None and self._lengths is not None:
+            chosen = upload(rows, torch.int64, self.cache.device)
+            self._table, self._lengths = self._table[chosen], self._lengths[chosen]
+
+    def reserve(self, tokens: Sequence[int]) -> None:
+        """Make room for this many more tokens in each sequence, or say why there is none."""
+        totals = [sequence.length + count for sequence, count in zip(self.sequences, tokens, strict=True)]
+        limit = self.config.max_position_embeddings
+        for index, total in enumerate(totals):
+            if total > limit:
+                raise InputError(
+                    f"sequence {index} would have {total} tokens; {self.config.name} is made for at most {limit} "
+                    "(max_position_embeddings): shorten the prompt or ask for fewer new tokens"
+                )
+        if self.cache.reserve(self.sequences, totals):
+            self._forget_device_state()
+
+    def _forget_device_state(self) -> None:
+        self._table = self._lengths = None
+
+    # Prefill
+
+    def prefill(self, prompts: Sequence[Sequence[int]], *, rows: Literal["last", "all"] = "last") -> Tensor:
+        """Begin a batch; float32 logits of each prompt's last token [B, vocab_size], or of all [T, vocab_size]."""
+        self._check_prompts(prompts)
+        self.start(len(prompts))
+        return self.extend(prompts, rows=rows)
+
+    def extend(self, prompts: Sequence[Sequence[int]], *, rows: Literal["last", "all"] = "last") -> Tensor:
+        """Append tokens to every sequence of the batch, many at a time; logits as ``prefill`` gives them."""
+        self._check_prompts(prompts)
+        if len(prompts) != len(self.sequences):
+            raise InputError(
+                f"{len(prompts)} prompts for a batch of {len(self.sequences)} sequences; begin another with prefill"
+            )
+        self.reserve([len(prompt) for prompt in prompts])
+        logits = [
+            self._prefill_chunks(prompts, chunks, rows)
+            for chunks in split_into_passes([len(prompt) for prompt in prompts], self.max_rows)
+        ]
+        self._forget_device_state()
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    @torch.inference_mode()
+    def _prefill_chunks(
+        self, prompts: Sequence[Sequence[int]], chunks: Sequence[Chunk], rows: Literal["last", "all"]
+    ) -> Tensor:
+        """One pass over these chunks; logits of all their rows, or of the rows that end a prompt."""
+        device = self.cache.device
+        sequences = [self.sequences[chunk.index] for chunk in chunks]
+        tokens: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        offsets, lengths, last = [0], [], []
+        for owner, (chunk, sequence) in enumerate(zip(chunks, sequences, strict=True)):
+            count = chunk.stop - chunk.start
+            tokens += prompts[chunk.index][chunk.start : chunk.stop]
+            positions += range(sequence.length, sequence.length + count)
+            owners += [owner] * count
+            sequence.length += count
+            lengths.append(sequence.length)
+            offsets.append(offsets[-1] + count)
+            if chunk.stop == len(prompts[chunk.index]):
+                last.append(offsets[-1] - 1)
+        block_table = self.cache.block_table(sequences)
+        position = upload(positions, torch.int32, device)
+        x, sumsq = self._forward(
+            upload(tokens, torch.int32, device),
+            PrefillPass(
+                positions=position,
+                slots=token_slots(block_table, upload(owners, torch.int64, device), position),
+                block_table=block_table,
+                cu_seqlens_q=upload(offsets, torch.int32, device),
+                seqlens_k=upload(lengths, torch.int32, device),
+                max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
+            ),
+        )
+        if rows == "last":
+            if not last:
+                return torch.empty(0, self.config.vocab_size, device=device)
+            x, sumsq = self.ops.gather_rows(x, upload(last, torch.int32, device))
+        return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+
+    # Decode
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Append one token to every sequence; float32 logits [B, vocab_size].
+
+        Tokens on a GPU (int32 [B], as ``ops.argmax`` gives them) are taken as they are, without synchronisation; one
+        outside the vocabulary gives a row of NaN.
+        """
+        if not isinstance(tokens, Tensor) or tokens.device.type == "cpu":
+            values: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+            self._check_tokens("decode", values)
+            tokens = upload(values, torch.int32, self.cache.device)
+        if not self.sequences:
+            raise InputError("decode continues sequences, and there are none: begin with prefill")
+        if tokens.shape != (len(self.sequences),):
+            raise InputError(
+                f"decode takes one token a sequence, {len(self.sequences)}; the tokens' shape is {list(tokens.shape)}"
+            )
+        self.reserve([1] * len(self.sequences))
+        if self._table is None or self._lengths is None:
+            self._table = self.cache.block_table(self.sequences)
+            self._lengths = upload([s.length for s in self.sequences], torch.int32, self.cache.device)
+        position = self._lengths
+        self._lengths = position + 1
+        for sequence in self.sequences:
+            sequence.length += 1
+        x, sumsq = self._forward(
+            tokens.to(torch.int32),
+            DecodePass(
+                positions=position,
+                slots=token_slots(self._table, torch.arange(len(self.sequences), device=position.device), position),
+                block_table=self._table,
+                seqlens_k=self._lengths,
+                max_seqlen_k=max(sequence.length for sequence in self.sequences),
+            ),
+        )
+        return self.ops.lm_head("decode", x, sumsq, self.weights.lm_head["decode"])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        """Continue each prompt greedily; the new tokens of each, the one that ended it included.
+
+        A sequence ends at any of ``eos_token_ids`` (default: the model's; an empty list never ends) and leaves the
+        batch. ``on_token(index, token)`` hears every token as it is chosen. Room for all new tokens is reserved first,
+        so a request that the cache cannot finish is refused before it starts.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        self._check_prompts(prompts)
+        ends = frozenset(self.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        generated: list[list[int]] = [[] for _ in prompts]
+        active = list(range(len(prompts)))
+        self.start(len(prompts))
+        try:
+            # the last new token is never read, so it needs no slot
+            self.reserve([len(prompt) + max_new_tokens - 1 for prompt in prompts])
+            logits = self.extend(prompts)
+            for step in range(1, max_new_tokens + 1):
+                tokens = self.ops.argmax(logits)
+                chosen: list[int] = tokens.tolist()  # the one synchronisation of a step
+                for index, token in zip(active, chosen, strict=True):
+                    generated[index].append(token)
+                    if on_token is not None:
+                        on_token(index, token)
+                going = [row for row, token in enumerate(chosen) if token not in ends]
+                if not going or step == max_new_tokens:
+                    break
+                if len(going) < len(active):
+                    self.keep(going)
+                    active = [active[row] for row in going]
+                    tokens = tokens[upload(going, torch.int64, tokens.device)]
+                logits = self.decode(tokens)
+        finally:
+            self.keep([])
+        return generated
+
+    # Shared
+
+    def _forward(self, tokens: Tensor, rows: Pass) -> tuple[Tensor, Tensor]:
+        """Embed and run all blocks: x [T, H] before the final norm, and its sumsq."""
+        x, sumsq = self.ops.gather_rows(self.weights.embedding, tokens)
+        for index, layer in enumerate(self.weights.layers):
+            k_pages, v_pages = self.cache.layer(index)
+            x, sumsq = llama_block(self.ops, layer, x, sumsq, rows, self.weights.rope_table, k_pages, v_pages)
+        return x, sumsq
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        if not prompts:
+            raise InputError("the batch is empty: give at least one prompt")
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise InputError(f"prompt {index} is empty: give at least one token (the model's BOS, for example)")
+            self._check_tokens(f"prompt {index}", prompt)
+
+    def _check_tokens(self, where: str, tokens: Sequence[int]) -> None:
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.config.vocab_size:
+                raise InputError(
+                    f"{where}: token {token} is outside the vocabulary of {self.config.vocab_size}; "
+                    "was it made by another model's tokenizer?"
+                )
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """The device asked for, "cpu" or the current GPU; by default the GPU if kernels run on it, else the CPU."""
+    if device is not None and torch.device(device).type == "cpu":
+        return torch.device("cpu")
+    if device is None and hopper_problem() is not None:
+        return torch.device("cpu")
+    return require_hopper()
+
+
+def make_ops(
+    config: LlamaConfig,
+    precision: Precision,
+    device: torch.device,
+    *,
+    kernels: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Ops:
+    """Generated kernels on a GPU, the reference on the CPU."""
+    if device.type == "cpu":
+        return ReferenceOps(config)
+    from futransformer.library import load_kernels  # noqa: PLC0415 - the reference needs neither driver nor kernels
+
+    def compiled(event: BuildEvent) -> None:
+        if progress is not None and not event.cached:
+            progress(f"compiled kernel {event.done} of {event.total}: {event.record.name}")
+
+    return load_kernels(config, precision, folder=kernels, progress=compiled)
+
+
+def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops) -> LlamaWeights:
+    """Fold and pack, one layer at a time, so that no more than one layer exists twice."""
+
+    def pack(op: Projection, logical: Tensor) -> Packed:
+        return {phase: ops.pack(op, phase, logical) for phase in PHASES}
+
+    layers = []
+    for index in range(config.num_hidden_layers):
+        logical = checkpoint.layer(index)
+        layers.append(
+            LayerWeights(
+                qkv=pack("qkv", logical.qkv),
+                o=pack("o", logical.o),
+                gate_up=pack("gate_up", logical.gate_up),
+                down=pack("down", logical.down),
+            )
+        )
+    return LlamaWeights(
+        embedding=checkpoint.embedding().to(ops.device),
+        rope_table=checkpoint.rope_table().to(ops.device),
+        layers=layers,
+        lm_head=pack("lm_head", checkpoint.lm_head()),
+    )
+
+
+def split_into_passes(lengths: Sequence[int], max_rows: int) -> Iterator[list[Chunk]]:
+    """Cut prompts of these lengths, in order, into passes of at most ``max_rows`` rows."""
+    chunks: list[Chunk] = []
+    free = max_rows
+    for index, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(length, start + free)
+            chunks.append(Chunk(index, start, stop))
+            free -= stop - start
+            start = stop
+            if free == 0:
+                yield chunks
+                chunks, free = [], max_rows
+    if chunks:
+        yield chunks

@@ -1,0 +1,114 @@
+"""Perplexity of a text, through the prefill or the decode kernels.
+
+The text is tokenised whole and as it stands, without BOS, and cut into windows of ``context`` tokens that do not
+overlap (stride = context). Each window is read by itself; every token but a window's first is scored, given the
+window's tokens before it: context - 1 a window. Perplexity is exp of the mean negative log-likelihood of all scored
+tokens. A shorter rest at the end is left out, unless it is all there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from futransformer.generator.errors import InputError
+from futransformer.model import Llama
+
+Through = Literal["prefill", "decode"]
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """What was scored, and how well the model predicted it."""
+
+    context: int
+    windows: int
+    tokens_left_out: int  # of the text, because they fill no window or --windows stopped earlier
+    nll: Tensor  # float32 [tokens scored]: negative log-likelihood of each scored token, in the text's order
+
+    @property
+    def tokens_scored(self) -> int:
+        """Tokens with a likelihood."""
+        return self.nll.numel()
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean, both in float64."""
+        return self.nll.double().mean().exp().item()
+
+
+def split_windows(tokens: Sequence[int], context: int, windows: int | None = None) -> list[Sequence[int]]:
+    """The text's full windows, at most ``windows`` of them; a text shorter than one window is one by itself."""
+    if context < 2:
+        raise InputError(f"a context of {context} scores nothing: it must be at least 2 tokens")
+    if windows is not None and windows < 1:
+        raise InputError(f"the number of windows must be at least 1, not {windows}")
+    if len(tokens) < 2:
+        raise InputError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+    starts = range(0, max(len(tokens) - context, 0) + 1, context)[:windows]
+    return [tokens[start : start + context] for start in starts]
+
+
+def score(
+    model: Llama,
+    tokens: Sequence[int],
+    *,
+    context: int = 1024,
+    windows: int | None = None,
+    batch: int = 1,
+    through: Through = "prefill",
+    progress: Progress | None = None,
+) -> PerplexityResult:
+    """Score a text's tokens; ``batch`` windows go through the model at a time.
+
+    ``progress(done, all, perplexity so far)`` is called after every batch of windows.
+    """
+    if batch < 1:
+        raise InputError(f"the batch must be at least 1 window, not {batch}")
+    if through not in ("prefill", "decode"):
+        raise InputError(f"perplexity goes through prefill or decode, not {through!r}")
+    chosen = split_windows(tokens, context, windows)
+    score_windows = score_by_prefill if through == "prefill" else score_by_decode
+    scored: list[Tensor] = []
+    for first in range(0, len(chosen), batch):
+        scored += [nll.cpu() for nll in score_windows(model, chosen[first : first + batch])]
+        if progress is not None:
+            progress(len(scored), len(chosen), torch.cat(scored).double().mean().exp().item())
+    model.keep([])
+    used = sum(len(window) for window in chosen)
+    return PerplexityResult(context, len(chosen), len(tokens) - used, torch.cat(scored))
+
+
+@torch.inference_mode()
+def score_by_prefill(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Negative log-likelihoods of each window, read in one go."""
+    logits = model.prefill(windows, rows="all")
+    start = 0
+    for window in windows:
+        targets = torch.tensor(window[1:], device=logits.device)
+        yield negative_log_likelihood(logits[start : start + len(window) - 1], targets)
+        start += len(window)
+
+
+@torch.inference_mode()
+def score_by_decode(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """The same, fed one token at a time to the decode kernels, all windows abreast; windows are equally long."""
+    length = len(windows[0])
+    columns = torch.tensor(windows, dtype=torch.int32, device=model.ops.device).T.contiguous()
+    model.start(len(windows))
+    model.reserve([length] * len(windows))
+    nll = [
+        negative_log_likelihood(model.decode(column), target.long()) for column, target in itertools.pairwise(columns)
+    ]
+    return iter(torch.stack(nll, 1))
+
+
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(logits)[target] of each row, float32 [T]."""
+    return logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]

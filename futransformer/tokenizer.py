@@ -1,0 +1,86 @@
+"""Text to tokens and back: the folder's own Hugging Face tokenizer, read from disk alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from futransformer.generator.errors import CheckpointError, InputError
+
+
+class Tokenizer:
+    """A model folder's tokenizer."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Read the tokenizer of a Hugging Face folder."""
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import; token lists need none of it
+
+        self.folder = Path(folder)
+        if not any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            raise CheckpointError(
+                f"{self.folder} holds no tokenizer (tokenizer.json or tokenizer.model); copy it from the model's source"
+            )
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:  # transformers raises whatever its parsers raise
+            raise CheckpointError(f"{self.folder}: the tokenizer cannot be read: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of the text as it stands; nothing is added."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt to continue, with the BOS that the tokenizer adds, if it adds one."""
+        tokens: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        return tokens
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_chat(self, message: str) -> list[int]:
+        """Tokens of a user's message and the opening of the answer, by the model's chat template.
+
+        The template writes its own BOS; none is added.
+        """
+        if not self.can_chat:
+            raise InputError(
+                f"{self.folder} is a base model: it has no chat template; let it continue text instead (--no-chat), "
+                "or use an instruction-tuned model"
+            )
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+class TextStream:
+    """Turns a growing list of tokens into pieces of text that never split a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start with no tokens."""
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes; empty inside a character of several tokens."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        piece, self._shown = text[len(self._shown) :], text
+        return piece
+
+    @property
+    def text(self) -> str:
+        """Everything so far."""
+        return self._tokenizer.decode(self._tokens)
