@@ -1,0 +1,207 @@
+"""The commands about models: run and perplexity.
+
+MODEL is a Hugging Face folder, or smollm2-135m: the small model, which is prepared when it is first asked for. Results
+go to standard output, progress and the name of what computes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from futransformer.generator.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from futransformer.model import Llama
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+SMALL_MODEL = "smollm2-135m"
+# Windows at a time: a prefill pass is full at a few thousand tokens, a decode step reads all weights for each batch.
+DEFAULT_BATCH = {"prefill": 4, "decode": 32}
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Add the commands of this module."""
+    run = subparsers.add_parser("run", help="write text that continues or answers a prompt")
+    _add_model(run)
+    run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
+    run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
+    run.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="answer through the model's chat template, or continue the text (default: chat if there is a template)",
+    )
+    run.set_defaults(handler=_run)
+
+    perplexity = subparsers.add_parser("perplexity", help="measure how well a model predicts a text")
+    _add_model(perplexity)
+    perplexity.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a page of our own)")
+    perplexity.add_argument(
+        "--through", choices=tuple(DEFAULT_BATCH), default="prefill", help="the kernels to measure (default: prefill)"
+    )
+    perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens a window (default: 1024)")
+    perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
+    perplexity.add_argument(
+        "--batch", type=int, metavar="N", help="windows at a time (default: 4 through prefill, 32 through decode)"
+    )
+    perplexity.add_argument(
+        "--nll", type=Path, metavar="FILE", help="write each token's -log p as a float32 .npy array"
+    )
+    perplexity.set_defaults(handler=_perplexity)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
+    parser.add_argument("--reference", action="store_true", help="compute on the CPU reference, even beside a GPU")
+    parser.add_argument("--kernels", type=Path, metavar="DIR", help="kernels that `futransformer build -o` exported")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
+
+    tokenizer = Tokenizer(_folder(args.model))
+    chat = tokenizer.can_chat if args.chat is None else args.chat
+    prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
+    if not prompt:
+        raise InputError("the prompt is empty: give --prompt at least one word")
+    if args.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
+    model = _load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
+    stream = TextStream(tokenizer)
+
+    def show(_: int, token: int) -> None:
+        piece = stream.add(token)
+        if not args.json:
+            print(piece, end="", flush=True)
+
+    start = time.perf_counter()
+    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
+    seconds = time.perf_counter() - start
+    if not args.json:
+        print()
+        return 0
+    report = {
+        "model": model.config.name,
+        "backend": model.ops.describe(),
+        "prompt": args.prompt,
+        "chat": chat,
+        "prompt_tokens": len(prompt),
+        "new_tokens": len(tokens),
+        "stopped_by": "eos" if tokens[-1] in model.config.eos_token_ids else "max_new_tokens",
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "text": stream.text,
+    }
+    print(json.dumps(report, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _perplexity(args: argparse.Namespace) -> int:
+    import numpy as np  # noqa: PLC0415 - see futransformer.cli
+
+    from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415
+    from futransformer.kv_cache import pages_for  # noqa: PLC0415
+    from futransformer.perplexity import score, split_windows  # noqa: PLC0415
+    from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
+
+    text_name, text = _read_text(args.text)
+    tokenizer = Tokenizer(_folder(args.model))
+    tokens = tokenizer.encode(text)
+    windows = split_windows(tokens, args.context, args.windows)
+    batch = DEFAULT_BATCH[args.through] if args.batch is None else args.batch
+    if batch < 1:
+        raise InputError(f"--batch must be at least 1 window, not {batch}")
+    batch = min(batch, len(windows))
+    model = _load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
+
+    def show(done: int, total: int, so_far: float) -> None:
+        _say(f"{done} of {total} windows, perplexity so far {so_far:.3f}")
+
+    start = time.perf_counter()
+    result = score(
+        model,
+        tokens,
+        context=args.context,
+        windows=args.windows,
+        batch=batch,
+        through=args.through,
+        progress=show,
+    )
+    seconds = time.perf_counter() - start
+    if args.nll is not None:
+        with args.nll.open("wb") as stream:
+            np.save(stream, result.nll.numpy())
+    report: dict[str, Any] = {
+        "model": model.config.name,
+        "backend": model.ops.describe(),
+        "through": args.through,
+        "text": text_name,
+        "context": args.context,
+        "stride": args.context,
+        "bos": "none added",
+        "batch": batch,
+        "windows": result.windows,
+        "tokens_scored": result.tokens_scored,
+        "tokens_left_out": result.tokens_left_out,
+        "seconds": round(seconds, 3),
+        "perplexity": result.perplexity,
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        for name, value in report.items():
+            print(f"{name.replace('_', ' '):<16} {f'{value:.4f}' if name == 'perplexity' else value}")
+    return 0
+
+
+def _folder(name: str) -> Path:
+    """Turn MODEL into a folder; the small model is prepared when it is first asked for."""
+    if name == SMALL_MODEL and not Path(name).exists():
+        from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli
+
+        return prepare_small_model(progress=_say)
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no folder {folder}; MODEL is a Hugging Face folder (config.json, tokenizer, safetensors), "
+            f"or {SMALL_MODEL}, which is downloaded"
+        )
+    return folder
+
+
+def _load(args: argparse.Namespace, folder: Path, cache_tokens: int) -> Llama:
+    """Load the model and say what computes."""
+    from futransformer.model import Llama  # noqa: PLC0415 - see futransformer.cli
+
+    model = Llama.from_pretrained(
+        folder,
+        device="cpu" if args.reference else None,
+        cache_tokens=cache_tokens,
+        kernels=args.kernels,
+        progress=_say,
+    )
+    _say(f"{model.config.name} on: {model.ops.describe()}")
+    return model
+
+
+def _read_text(path: Path | None) -> tuple[str, str]:
+    """The name and the content of the text, exactly as it stands."""
+    if path is None:
+        return "sample.txt", (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()
+    if not path.is_file():
+        raise InputError(f"--text {path}: there is no such file")
+    try:
+        return str(path), path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
