@@ -69,6 +69,6 @@ class AttentionPrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Q, the rings of K and V tiles, and their barriers: one for Q, a full and an empty one a stage of K and of V."""
+        """Q, the rings of K and V tiles, and the barriers: one for Q, a full and an empty one a stage of K and of V."""
         row = self.heads.head_dim * self.element.bits // 8
         return self.tile_m * row + self.stages * 2 * self.tile_n * row + 8 * (1 + 4 * self.stages)
