@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import LlamaConfig as HuggingFaceConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from futransformer.checkpoint import expected_shapes, fold_gain, load_checkpoint, pair_order, rope_table
-from futransformer.generator.config import CONFIGS, LlamaConfig
+from futransformer.generator.config import CONFIGS, LlamaConfig, inverse_frequencies
 from futransformer.generator.errors import CheckpointError, UnsupportedError
 
 TINY = LlamaConfig(
@@ -169,10 +170,12 @@ def test_rope_table_agrees_with_transformers(name: str) -> None:
 
 
 def test_the_rope_table_is_exact_far_out() -> None:
-    """Position 131071 of the fastest pair: the angle is the position itself."""
-    table = rope_table(CONFIGS["llama-3.1-8b"], 131072)
-    angle = torch.tensor(131071.0, dtype=torch.float64)
-    assert table[-1, 0].tolist() == [angle.cos().float().item(), angle.sin().float().item()]
+    """At position 131071 a float32 angle would be off by up to 2^-8."""
+    config = CONFIGS["llama-3.1-8b"]
+    row = rope_table(config, 131072)[-1].double()
+    for (cos, sin), frequency in zip(row.tolist(), inverse_frequencies(config), strict=True):
+        assert abs(cos - math.cos(131071 * frequency)) <= 2.0**-25
+        assert abs(sin - math.sin(131071 * frequency)) <= 2.0**-25
 
 
 def test_shards_read_as_one_file_does(tmp_path: Path) -> None:
