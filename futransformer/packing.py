@@ -4,9 +4,9 @@
 columns 8 j + 2 t + e, and the order makes those a run of consecutive output columns (SwiGLU: of gate and up pairs).
 
 *Decode* is fragment order [N / 16, K / 16, 32 lanes, 8]: a lane's 16 bytes are the A operand of one
-``mma.sync.m16n8k16``. Lane l = 4 g + t holds rows g and g + 8; MMA j of each 32 k takes k = 8 t + 4 j + {0, 1, 2, 3} from
-lane t, so that the lane's activations for both MMAs are 16 consecutive bytes (include/futransformer/fragment.cuh). SwiGLU's
-rows alternate gate, up.
+``mma.sync.m16n8k16``. Lane l = 4 g + t holds rows g and g + 8; MMA j of each 32 k takes k = 8 t + 4 j + {0, 1, 2, 3}
+from it, so that the lane's activations for both MMAs are 16 consecutive bytes (include/futransformer/fragment.cuh).
+SwiGLU's rows alternate gate, up.
 
 Packing is a permutation (and, for lm_head, zero rows up to the padded vocabulary), so it works on any element type and
 device, and unpacking is exact.
@@ -46,7 +46,7 @@ def unpack_prefill(op: Projection, packed: Tensor, rows: int) -> Tensor:
 
 def pack_decode(op: Projection, logical: Tensor) -> Tensor:
     """Fragment order [N padded / 16, K / 16, 32, 8]."""
-    rows = _padded(op, logical, row_multiple=2 * ROW_TILE, column_multiple=GROUP_K)
+    rows = _padded(op, logical, row_multiple=ROW_TILE, column_multiple=GROUP_K)
     if op == "gate_up":
         rows = rows.view(2, -1, rows.shape[1]).transpose(0, 1).reshape(rows.shape)  # gate, up, gate, up, ...
     n, k = rows.shape
@@ -73,8 +73,8 @@ def _padded(op: Projection, logical: Tensor, *, row_multiple: int, column_multip
     rows = padded_vocab(n) if op == "lm_head" else n
     if rows == 0 or rows % row_multiple or k == 0 or k % column_multiple:
         raise InputError(
-            f"{op}: cannot pack a weight of shape [{n}, {k}]: out_features must be a positive multiple of {row_multiple} "
-            f"and in_features of {column_multiple}; pad the weight with zeros"
+            f"{op}: cannot pack a weight of shape [{n}, {k}]: out_features must be a positive multiple of "
+            f"{row_multiple} and in_features of {column_multiple}; pad the weight with zeros"
         )
     if rows == n:
         return logical.contiguous()

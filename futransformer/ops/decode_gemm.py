@@ -24,12 +24,12 @@ class DecodeGemm:
     """
 
     def __init__(self, kernels: Mapping[int, Kernel]) -> None:
-        self._kernels = {batch: kernels[batch] for batch in sorted(kernels)}
+        self.kernels = {batch: kernels[batch] for batch in sorted(kernels)}
         self._largest = max(kernels)
 
     def _choose(self, rows: int) -> tuple[Kernel, DecodeGemmSpec]:
-        batch = next((batch for batch in self._kernels if batch >= rows), self._largest)
-        kernel = self._kernels[batch]
+        batch = next((batch for batch in self.kernels if batch >= rows), self._largest)
+        kernel = self.kernels[batch]
         assert isinstance(kernel.spec, DecodeGemmSpec)
         return kernel, kernel.spec
 

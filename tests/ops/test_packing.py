@@ -1,0 +1,143 @@
+"""Packed weights: exact inverses, the documented order element by element, and fragments against CuTe's own traits."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.build.settings import BuildSettings
+from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError
+from futransformer.generator.plan import make_plan
+from futransformer.ops.interface import Projection
+from futransformer.packing import pack_decode, pack_prefill, unpack_decode, unpack_prefill
+
+OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+PACKINGS = {"prefill": (pack_prefill, unpack_prefill), "decode": (pack_decode, unpack_decode)}
+
+
+def numbered(n: int, k: int) -> Tensor:
+    """A weight whose every element tells its place."""
+    return torch.arange(n * k).view(n, k)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (128, 96), (192, 576)])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("phase", PACKINGS)
+def test_unpacking_is_the_exact_inverse(phase: str, op: Projection, shape: tuple[int, int]) -> None:
+    pack, unpack = PACKINGS[phase]
+    logical = numbered(*shape)
+    packed = pack(op, logical)
+    assert packed.is_contiguous()
+    assert torch.equal(unpack(op, packed, shape[0]), logical)
+
+
+@pytest.mark.parametrize("phase", PACKINGS)
+def test_the_vocabulary_is_padded_with_zero_rows(phase: str) -> None:
+    pack, unpack = PACKINGS[phase]
+    logical = numbered(100, 64) + 1
+    packed = pack("lm_head", logical)
+    assert torch.equal(unpack("lm_head", packed, 100), logical)
+    assert torch.equal(unpack("lm_head", packed, 128)[100:], torch.zeros(28, 64, dtype=torch.int64))
+
+
+def test_prefill_order_of_plain_operations() -> None:
+    packed = pack_prefill("down", numbered(96, 8))
+    for group in range(3):
+        for j in range(4):
+            for t in range(4):
+                for e in range(2):
+                    assert packed[32 * group + 8 * j + 2 * t + e, 0] == (32 * group + 8 * t + 2 * j + e) * 8
+
+
+def test_prefill_order_of_swiglu() -> None:
+    intermediate = 96
+    packed = pack_prefill("gate_up", numbered(2 * intermediate, 8))
+    for group in range(3):
+        for j in range(8):
+            for t in range(4):
+                for e in range(2):
+                    row = e * intermediate + 32 * group + 8 * t + j
+                    assert packed[64 * group + 8 * j + 2 * t + e, 0] == row * 8
+
+
+@pytest.mark.parametrize("op", ["o", "gate_up"])
+def test_decode_order(op: Projection) -> None:
+    n, k = 64, 96
+    packed = pack_decode(op, numbered(n, k))
+    assert packed.shape == (n // 16, k // 16, 32, 8)
+    for tile in range(n // 16):
+        for step in range(k // 16):
+            for lane in range(32):
+                g, t = divmod(lane, 4)
+                for value in range(8):
+                    register, e = divmod(value, 2)
+                    column = 16 * tile + g + 8 * (register % 2)
+                    row = column // 2 + column % 2 * (n // 2) if op == "gate_up" else column
+                    feature = 32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * (register // 2) + e
+                    assert packed[tile, step, lane, value] == row * k + feature
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
+def test_packed_shapes_are_what_the_kernels_read(model: str) -> None:
+    plan = make_plan(load_config(model), "bf16")
+    for op in OPS:
+        spec = plan.prefill[op]
+        logical = torch.empty(spec.n, spec.k, dtype=torch.bfloat16, device="meta")
+        assert pack_prefill(op, logical).shape == (spec.n, spec.k)
+        for decode_spec in plan.decode[op].values():
+            assert pack_decode(op, logical).shape == decode_spec.weight_shape
+
+
+@pytest.mark.parametrize(
+    ("pack", "op", "shape", "message"),
+    [
+        (pack_decode, "o", (24, 64), "out_features must be a positive multiple of 16"),
+        (pack_decode, "o", (64, 48), "in_features of 32"),
+        (pack_decode, "lm_head", (0, 64), "positive"),
+        (pack_prefill, "gate_up", (96, 64), "multiple of 64"),
+        (pack_prefill, "down", (32, 12), "in_features of 8"),
+        (pack_prefill, "down", (32, 8, 8), "must be"),
+    ],
+)
+def test_shapes_that_no_kernel_reads_are_refused(
+    pack: Callable[[Projection, Tensor], Tensor], op: Projection, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=rf"{op}: .*{message}"):
+        pack(op, torch.zeros(shape))
+
+
+@pytest.fixture(scope="module")
+def emulated_warp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the decode warp for the host: our fragment header around CuTe's traits."""
+    settings = BuildSettings.from_environment()
+    program = tmp_path_factory.mktemp("fragments") / "fragments"
+    toolkit = find_nvcc(settings).path.resolve().parent.parent / "include"
+    includes = [settings.include_dir, find_cutlass_include(settings), toolkit, toolkit / "cccl"]
+    options = [option for folder in includes for option in ("-isystem", str(folder))]
+    source = Path(__file__).parent / "fragments.cpp"
+    command = [str(find_host_compiler(settings)), "-std=c++17", "-O1", *options, str(source), "-o", str(program)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return program
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("n", "k", "m"), [(16, 32, 8), (48, 96, 16), (64, 576, 64)])
+def test_fragments_against_cute(emulated_warp: Path, tmp_path: Path, n: int, k: int, m: int) -> None:
+    """Packed weights, the kernel's fragment arithmetic and CuTe's MMA layouts together are x W^T, exactly."""
+    generator = torch.Generator().manual_seed(n + k + m)
+    weight = torch.randint(-8, 9, (n, k), generator=generator).bfloat16()
+    x = torch.randint(-8, 9, (m, k), generator=generator).bfloat16()
+    files = [tmp_path / name for name in ("weight", "x", "out")]
+    for file, tensor in zip(files, (pack_decode("o", weight), x), strict=False):
+        file.write_bytes(tensor.view(torch.int16).numpy().tobytes())
+    subprocess.run([emulated_warp, str(n), str(k), str(m), *files], check=True)
+    out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
+    assert torch.equal(out, x.float() @ weight.float().T)
