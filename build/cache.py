@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,10 @@ class KernelCache:
         """The folder of all kernels."""
         return self.root / "kernels"
 
+    def errors(self) -> AbstractContextManager[None]:
+        """A context in which what the file system refuses becomes a BuildError that names the cache."""
+        return storage_errors("the kernel cache", self.root, "point FUTRANSFORMER_CACHE at a folder")
+
     def entry(self, name: str, key: Fingerprint) -> Path:
         """Return the folder of a kernel, built or not."""
         return self.kernels / file_stem(name) / f"{key.source_key[:16]}-{key.toolchain_key[:16]}"
@@ -94,13 +98,17 @@ class KernelCache:
         return max((record.compile_seconds for record in records if record is not None), default=None)
 
     @contextmanager
-    def lock(self, name: str, key: Fingerprint, timeout: float, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Hold a kernel's lock; BuildError when another process keeps it for longer than ``timeout`` seconds."""
+    def lock(self, name: str, key: Fingerprint, timeout: float, waiting: Callable[[], None]) -> Iterator[None]:
+        """Hold a kernel's lock; BuildError when another process keeps it for longer than ``timeout`` seconds.
+
+        ``waiting`` is called between attempts, and may raise to give up.
+        """
         path = self.entry(name, key).with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + timeout
         while (held := _try_lock(path)) is None:
-            if cancelled() or time.monotonic() > deadline:
+            waiting()
+            if time.monotonic() > deadline:
                 raise BuildError(
                     f"kernel {name}: another process has been building it for more than {timeout:.0f} s and holds "
                     f"{path}; wait for that process, or end it, and build again"
@@ -174,23 +182,21 @@ class KernelCache:
 
 
 @contextmanager
-def storage_errors(root: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a BuildError that names the cache and the way out."""
+def storage_errors(what: str, folder: Path, elsewhere: str) -> Iterator[None]:
+    """Turn what the file system refuses into a BuildError that names the folder and how to use another."""
     try:
         yield
     except OSError as error:
-        elsewhere = "point FUTRANSFORMER_CACHE at a folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BuildError(
-                f"the disk of the kernel cache {root} is full ({error.strerror}); nothing half-built was kept. "
-                f"Make room, or {elsewhere} on another disk, and build again"
+                f"the disk of {what} {folder} is full ({error.strerror}); nothing half-written was kept. "
+                f"Make room, or {elsewhere} on another disk"
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise BuildError(
-                f"the kernel cache {root} cannot be written ({error.strerror}: {error.filename}), and a kernel that "
-                f"is not in it has to be built; {elsewhere} that can be written"
+                f"{what} {folder} cannot be written ({error.strerror}: {error.filename}); {elsewhere} that can"
             ) from error
-        raise BuildError(f"the kernel cache {root} failed: {error}; {elsewhere} on a sound disk") from error
+        raise BuildError(f"{what} {folder} failed ({error}); {elsewhere} on a sound disk") from error
 
 
 def _read_record(folder: Path) -> KernelRecord | None:

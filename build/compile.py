@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..generator.errors import ArtifactError, BuildError, ToolchainError
 from ..generator.render import render as render_spec
 from ..generator.specs import ABI_VERSION, KernelSpec
-from .cache import CUBIN, LOG, SOURCE, KernelCache, storage_errors
+from .cache import CUBIN, LOG, SOURCE, KernelCache
 from .fingerprint import Fingerprint, source_key, toolchain_key
 from .machine import default_jobs
 from .manifest import KernelRecord, write_kernel_manifest
@@ -170,19 +171,32 @@ class _Builder:
             futures = [pool.submit(self.build, job) for job in sorted(jobs, key=seconds, reverse=True)]
             try:
                 for future in as_completed(futures):
-                    finished(future.result())
+                    with suppress(_CancelledError):  # the failure that caused it is the one to report
+                        finished(future.result())
             except BaseException:
                 self.cancelled.set()
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def build(self, job: _Job) -> KernelRecord:
+        """Build one kernel; when it fails, no other is begun."""
+        try:
+            self.check_cancelled()
+            return self.build_locked(job)
+        except BaseException:
+            self.cancelled.set()
+            raise
+
+    def check_cancelled(self) -> None:
+        """Give up when another kernel has failed."""
+        if self.cancelled.is_set():
+            raise _CancelledError
+
+    def build_locked(self, job: _Job) -> KernelRecord:
         """Build one kernel under its lock, unless another process has done so meanwhile."""
         name, key = job.spec.name, job.key
-        with (
-            storage_errors(self.cache.root),
-            self.cache.lock(name, key, self.settings.lock_timeout, self.cancelled.is_set),
-        ):
+        timeout = self.settings.lock_timeout
+        with self.cache.errors(), self.cache.lock(name, key, timeout, self.check_cancelled):
             found = self.cache.find(name, key)
             if found is not None:
                 return found

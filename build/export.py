@@ -18,7 +18,7 @@ from .manifest import FILE_NAME, ModelManifest, load_cubin, read_model_manifest,
 
 def export(manifest: ModelManifest, folder: Path) -> ModelManifest:
     """Write a model's kernels into ``folder``, replacing those of an earlier export; return them as they lie there."""
-    with storage_errors(folder):
+    with storage_errors("the output folder", folder, "choose one with --output"):
         folder.mkdir(parents=True, exist_ok=True)
         before = _cubins(folder)
         records = []

@@ -20,7 +20,7 @@ from .toolchain import pip_toolkits
 INSTALL_DISASSEMBLER = 'pip install "nvidia-cuda-nvdisasm>=13.2,<14"'
 
 # `/*01a0*/   @!UP0 UTMALDG.2D [UR8], [UR4] ;`: the address, a predicate, the mnemonic with its modifiers
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", re.MULTILINE)
 
 
 def find_nvdisasm(settings: BuildSettings) -> Path:

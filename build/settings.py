@@ -35,6 +35,7 @@ class BuildSettings:
     jobs: int | None = None  # None: as many as cores and memory allow
     lock_timeout: float = 600.0  # seconds to wait for another process that builds the same kernel
     include_dir: Path = HEADERS  # our own device headers
+    cutlass_include: Path | None = None  # None: those of the nvidia-cutlass package
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, *, jobs: int | None = None) -> BuildSettings:

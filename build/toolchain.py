@@ -58,7 +58,7 @@ class Toolchain:
 
 def find_toolchain(settings: BuildSettings) -> Toolchain:
     """Find all three parts, or raise ToolchainError for the first that is missing."""
-    return Toolchain(find_nvcc(settings), find_host_compiler(settings), find_cutlass_include())
+    return Toolchain(find_nvcc(settings), find_host_compiler(settings), find_cutlass_include(settings))
 
 
 def find_nvcc(settings: BuildSettings) -> Nvcc:
@@ -91,16 +91,15 @@ def find_host_compiler(settings: BuildSettings) -> Path:
     return Path(found).absolute()
 
 
-def find_cutlass_include() -> Path:
+def find_cutlass_include(settings: BuildSettings) -> Path:
     """Find the CUTLASS and CuTe headers in the nvidia-cutlass package, without importing it."""
-    for folder in _package_folders("cutlass_library"):
-        include = folder / "source" / "include"
-        if (include / "cute" / "tensor.hpp").is_file():
-            return include
-    raise ToolchainError(
-        f"the CUTLASS headers (cutlass_library/source/include) are not installed beside {sys.executable}; "
-        f"run: {INSTALL_CUTLASS}"
-    )
+    packaged = [folder / "source" / "include" for folder in _package_folders("cutlass_library")]
+    folders = [settings.cutlass_include] if settings.cutlass_include else packaged
+    for folder in folders:
+        if (folder / "cute" / "tensor.hpp").is_file():
+            return folder
+    looked = ", ".join(map(str, folders)) or f"no package cutlass_library beside {sys.executable}"
+    raise ToolchainError(f"the CUTLASS headers (cute/tensor.hpp) were not found: {looked}; run: {INSTALL_CUTLASS}")
 
 
 def pip_toolkits() -> tuple[Path, ...]:

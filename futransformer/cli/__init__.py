@@ -1,0 +1,76 @@
+"""The command line: ``futransformer`` and ``python -m futransformer``.
+
+Each module of commands offers ``add_parsers(subparsers)``; a command's parser names its function by
+``set_defaults(handler=function)``, which takes the parsed arguments and returns the exit status:
+
+| status | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | what was asked for is sound, but it failed here: tool chain, compilation, kernels, GPU, memory, disk |
+| 2 | what was asked for cannot be: usage, configuration, shape, precision, checkpoint, prompt |
+| 130 | interrupted |
+
+An error is a message on standard error, never a traceback. Nothing here imports torch before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from futransformer.cli import doctor, kernels, model
+from futransformer.generator.errors import (
+    CheckpointError,
+    ConfigError,
+    FuTransformerError,
+    InputError,
+    UnsupportedError,
+)
+
+_REQUEST_ERRORS = (ConfigError, UnsupportedError, InputError, CheckpointError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    args = _parser().parse_args(argv)
+    handler: Callable[[argparse.Namespace], int] = args.handler
+    try:
+        status = handler(args)
+        sys.stdout.flush()
+    except FuTransformerError as error:
+        return _fail(str(error), 2 if isinstance(error, _REQUEST_ERRORS) else 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; what is left in the buffer must not be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="futransformer", description="Generated Hopper kernels for Llama-style models, and the models on them."
+    )
+    parser.add_argument("--version", action="version", version=f"futransformer {_version()}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for commands in (kernels, model, doctor):
+        commands.add_parsers(subparsers)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("futransformer")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"futransformer: error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,138 @@
+"""A kernel of three lines, a compiler that only pretends, and the settings that join them: builds in milliseconds."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from futransformer.build.settings import BuildSettings
+from futransformer.generator.specs import KernelSpec, Param
+
+# It answers --version, counts its calls, waits while a file `slow` lies beside it, and writes what ptxas would say.
+FAKE_NVCC = r"""#!/bin/sh
+here=$(dirname "$0")
+if [ "$1" = --version ]; then cat "$here/version.txt"; exit; fi
+name=$(tr '\n' ' ' < kernel.cu | sed 's/.*extern "C" __global__ void//; s/__launch_bounds__([^)]*)//; s/^ *//; s/(.*//')
+echo "$name" >> "$here/calls.txt"
+env > "$here/environment.txt"
+printf '%s\n' "$@" > "$here/arguments.txt"
+echo $$ >> "$here/running.txt"
+[ -e "$here/slow" ] && echo "$name" >> "$here/waiting.txt"
+while [ -e "$here/slow" ]; do sleep 0.02; done
+[ -e "$here/pause" ] && sleep 0.2
+[ -e "$here/fail.sh" ] && . "$here/fail.sh"
+cat <<END
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '$name' for 'sm_90a'
+ptxas info    : Function properties for $name
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 0 barriers
+END
+{ printf '\177ELF'; cat kernel.cu; } > kernel.cubin
+"""
+
+VERSION = """nvcc: NVIDIA (R) Cuda compiler driver
+Built on Wed_Aug_20_01:58:59_PM_PDT_2025
+Cuda compilation tools, release {short}, V{full}
+Build cuda_{short}.r{short}/compiler.1_0
+"""
+
+
+@dataclass(frozen=True)
+class TinySpec(KernelSpec):
+    """A kernel that any test can vary: its name, its text, its launch."""
+
+    template = "tiny"
+
+    label: str = "tiny"
+    value: float = 1.0
+    block: int = 32
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (Param("out", "pointer", "float"), Param("n", "int32"))
+
+    @property
+    def threads(self) -> int:
+        return self.block
+
+
+def render_tiny(spec: KernelSpec) -> str:
+    assert isinstance(spec, TinySpec)
+    return (
+        '#include "futransformer/tiny.cuh"\n'
+        f'extern "C" __global__ void {spec.name}(float* out, int n) '
+        f"{{ out[threadIdx.x] = OFFSET + {spec.value}f * n; }}\n"
+    )
+
+
+@dataclass(frozen=True)
+class FakeNvcc:
+    """A folder with the pretended compiler, and what it noted."""
+
+    folder: Path
+    path: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.folder / "nvcc")
+
+    @property
+    def calls(self) -> list[str]:
+        return self.note("calls").split()
+
+    def note(self, name: str) -> str:
+        path = self.folder / f"{name}.txt"
+        return path.read_text() if path.exists() else ""
+
+    def fails(self, script: str) -> None:
+        (self.folder / "fail.sh").write_text(script)
+
+
+@pytest.fixture
+def make_nvcc(tmp_path: Path) -> Callable[..., FakeNvcc]:
+    """Make pretended compilers, each in a folder of its own."""
+
+    def make(name: str = "tool chain", version: str = "13.0.88") -> FakeNvcc:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        nvcc = FakeNvcc(folder)
+        nvcc.path.write_text(FAKE_NVCC)
+        nvcc.path.chmod(nvcc.path.stat().st_mode | stat.S_IXUSR)
+        short = version.rpartition(".")[0]
+        (folder / "version.txt").write_text(VERSION.format(short=short, full=version))
+        return nvcc
+
+    return make
+
+
+@pytest.fixture
+def nvcc(make_nvcc: Callable[..., FakeNvcc]) -> FakeNvcc:
+    return make_nvcc()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, nvcc: FakeNvcc) -> BuildSettings:
+    """Settings for pretended builds; every folder has a space in its name."""
+    headers = tmp_path / "our headers"
+    (headers / "futransformer").mkdir(parents=True)
+    (headers / "futransformer" / "tiny.cuh").write_text("#pragma once\n#define OFFSET 3.0f\n")
+    cutlass = tmp_path / "cutlass headers"
+    (cutlass / "cute").mkdir(parents=True)
+    (cutlass / "cute" / "tensor.hpp").write_text("// CuTe\n")
+    return BuildSettings(
+        cache_root=tmp_path / "the cache",
+        nvcc=nvcc.path,
+        host_compiler="/bin/sh",  # never run by the pretended compiler
+        jobs=2,
+        lock_timeout=20.0,
+        include_dir=headers,
+        cutlass_include=cutlass,
+    )
