@@ -233,7 +233,8 @@ def _refuse_other_models(reader: JsonReader) -> None:
     if reader.has("sliding_window") or (model_type == "mistral" and "sliding_window" not in reader.content):
         window = reader.content.get("sliding_window", "missing, which means 4096 for model_type mistral")
         raise reader.error("sliding_window", f"is {window}: sliding-window attention is not supported, only null is")
-    if reader.has("layer_types") and set(reader.content["layer_types"]) != {"full_attention"}:
+    kinds = reader.content.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
         raise reader.error("layer_types", "must all be full_attention; no other attention is supported")
 
 

@@ -228,6 +228,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"sliding_window": 4096}, "sliding_window is 4096"),
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must all be full_attention"),
     "layer types of another type": ({"layer_types": "full_attention"}, "layer_types must all be full_attention"),
+    "layer types of no kind": ({"layer_types": 32}, "layer_types must all be full_attention"),
     "partial RoPE": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "interleaved RoPE": ({"rope_interleaved": True}, "rope_interleaved is true"),
     "rope type": (scaled(rope_type="yarn"), r"rope_scaling\.rope_type 'yarn' is not supported; .*default, llama3"),
