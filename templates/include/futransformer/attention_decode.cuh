@@ -21,6 +21,7 @@
 // alone. Slots past the end of a sequence may hold anything, NaN included.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include <cute/arch/copy_sm75.hpp>
@@ -30,26 +31,13 @@
 #include <cutlass/arch/barrier.h>
 
 #include "barrier.cuh"
+#include "counter.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
 
-// 2^x, with 2^-inf = 0; two units in the last place.
-CUTLASS_DEVICE float exp2_approx(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // What to subtract from scores whose maximum is `max`: -inf - -inf would be NaN where nothing but -inf was seen.
 CUTLASS_DEVICE float softmax_base(float max) { return max == -INFINITY ? 0.f : max; }
-
-// Adds one and returns the value before: everything the block wrote is visible to the block that sees a later value.
-CUTLASS_DEVICE int arrive_acq_rel(int* counter) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
 
 // Attention over one part of a sequence, unnormalised: sum = sum of 2^(s - max), out = sum of 2^(s - max) v, with the
 // scores s in units of log 2.
@@ -69,7 +57,7 @@ CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t
   for (int part = 0; part < parts; ++part) {
     float2 const statistics = max_sum[part * max_sum_stride];
     float4 const values = out[part * out_stride];
-    float const weight = exp2_approx(statistics.x - base);
+    float const weight = exp2_flush(statistics.x - base);
     total.sum = fmaf(weight, statistics.y, total.sum);
     total.out.x = fmaf(weight, values.x, total.out.x);
     total.out.y = fmaf(weight, values.y, total.out.y);
@@ -185,18 +173,17 @@ struct AttentionDecode {
     }
     __syncthreads();
 
-    if (warp == kConsumers) {
-      if (threadIdx.x % 32 == 0) produce(args, work, shared);
-      __syncwarp();
-      __syncthreads();  // the last page has been read
-    } else {
-      Fragments fragments;
+    Fragments fragments;
+    if (warp < kConsumers) {
       load_q(args, work, fragments);
       consume(args, work, shared, fragments);
-      __syncthreads();  // the last page has been read
-      publish(shared.warps, fragments);
+    } else {
+      if (threadIdx.x % 32 == 0) produce(args, work, shared);
+      __syncwarp();
     }
-    __syncthreads();
+    __syncthreads();  // the last page has been read
+    if (warp < kConsumers) publish(shared.warps, fragments);
+    __syncthreads();  // the warps' results lie in shared memory
     finish(args, work, shared);
   }
 
@@ -334,9 +321,9 @@ struct AttentionDecode {
       }
       max = fmaxf(max, fragments.max[tile][column]);
       float const base = softmax_base(max);
-      float const rescale = exp2_approx(fragments.max[tile][column] - base);
-      weights[0][column] = exp2_approx(low - base);
-      weights[1][column] = exp2_approx(high - base);
+      float const rescale = exp2_flush(fragments.max[tile][column] - base);
+      weights[0][column] = exp2_flush(low - base);
+      weights[1][column] = exp2_flush(high - base);
       fragments.max[tile][column] = max;
       fragments.sum[tile][column] = fragments.sum[tile][column] * rescale + (weights[0][column] + weights[1][column]);
       CUTLASS_PRAGMA_UNROLL
@@ -403,7 +390,7 @@ struct AttentionDecode {
     __syncthreads();  // this split's results are written
     if (threadIdx.x == 0) {
       int* arrivals = args.arrivals + work.sequence_head();
-      shared.is_last = arrive_acq_rel(arrivals) == work.splits - 1;
+      shared.is_last = arrive(arrivals) == work.splits - 1;
       if (shared.is_last) *arrivals = 0;  // for the next launch
     }
     __syncthreads();

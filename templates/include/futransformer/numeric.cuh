@@ -40,6 +40,13 @@ CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
   *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
 }
 
+// 2^x in one special-function instruction; results below 2^-126 are zero, 2^-inf included.
+CUTLASS_DEVICE float exp2_flush(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
 // Sum over the aligned group of `Lanes` consecutive lanes, the same bits in every lane and on every run.
 template <int Lanes>
 CUTLASS_DEVICE float sum_over_lanes(float value) {

@@ -13,13 +13,6 @@
 
 namespace futransformer {
 
-// 2^x in one special-function instruction; results below 2^-126 are zero, 2^-inf included.
-CUTLASS_DEVICE float exp2_flush(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
-
 CUTLASS_DEVICE float max_over_quad(float value) {
   value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
   return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
