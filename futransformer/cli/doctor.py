@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from futransformer.build.compile import build_kernels
 from futransformer.build.settings import BuildSettings
-from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc, find_toolchain
+from futransformer.build.toolchain import (
+    INSTALL_CUTLASS,
+    INSTALL_HOST_COMPILER,
+    INSTALL_NVCC,
+    find_cutlass_include,
+    find_host_compiler,
+    find_nvcc,
+    find_toolchain,
+)
 from futransformer.generator.errors import BuildError, FuTransformerError
 from futransformer.generator.specs import KernelSpec, Param
 
@@ -65,9 +73,9 @@ def examine(settings: BuildSettings) -> tuple[Check, ...]:
     examinations: tuple[tuple[str, str, Callable[[BuildSettings], str]], ...] = (
         ("Python", "generate", _python),
         ("Jinja", "generate", _jinja),
-        ("nvcc", "build", _nvcc),
-        ("host compiler", "build", _host_compiler),
-        ("CUTLASS headers", "build", _cutlass),
+        ("nvcc", "build", _with_remedy(_nvcc, INSTALL_NVCC)),
+        ("host compiler", "build", _with_remedy(_host_compiler, INSTALL_HOST_COMPILER)),
+        ("CUTLASS headers", "build", _with_remedy(_cutlass, INSTALL_CUTLASS)),
         ("cache folder", "build", _cache_folder),
         ("disk space", "build", _disk_space),
         ("trial compilation", "build", _trial),
@@ -103,7 +111,7 @@ def _lines(checks: tuple[Check, ...]) -> Iterator[str]:
     for check in checks:
         status = "ok     " if check.ok else "missing"
         yield f"{status}  {check.name.ljust(width)}  " + check.detail.replace("\n", "\n" + " " * (width + 11))
-        if check.remedy:
+        if check.remedy and check.remedy not in check.detail:
             yield " " * (width + 11) + f"-> {check.remedy}"
 
 
@@ -112,8 +120,18 @@ def _checked(name: str, needed_to: str, function: Callable[[BuildSettings], str]
         return Check(name, needed_to, True, function(settings))
     except _MissingError as missing:
         return Check(name, needed_to, False, str(missing), missing.remedy)
-    except FuTransformerError as error:
-        return Check(name, needed_to, False, str(error))
+
+
+def _with_remedy(function: Callable[[BuildSettings], str], remedy: str) -> Callable[[BuildSettings], str]:
+    """Make a typed error of the tool chain's a finding with this remedy."""
+
+    def examined(settings: BuildSettings) -> str:
+        try:
+            return function(settings)
+        except FuTransformerError as error:
+            raise _MissingError(str(error), remedy) from None
+
+    return examined
 
 
 def _python(_: BuildSettings) -> str:
