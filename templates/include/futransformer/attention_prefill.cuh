@@ -204,6 +204,9 @@ struct AttentionPrefill {
 
   CUTLASS_DEVICE static void produce(SharedStorage& shared, CUtensorMap const& map_q, CUtensorMap const& map_k,
                                      CUtensorMap const& map_v, Arguments const& arguments, Work const& work) {
+    for (CUtensorMap const* map : {&map_q, &map_k, &map_v}) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+    }
     Barriers& barriers = shared.barriers;
     barriers.q_full.arrive_and_expect_tx(kQBytes);
     CUTLASS_PRAGMA_UNROLL

@@ -1,0 +1,74 @@
+// Checks of the prefill attention's tiles on the host, against what TMA writes and what CuTe's wgmma traits read.
+// Prints one line a mismatch kind; the exit status is the number of mismatching shapes.
+#include <cstdio>
+
+#include <futransformer/attention_tiles.cuh>
+
+#include <cutlass/numeric_types.h>
+
+using namespace cute;
+using Element = cutlass::bfloat16_t;
+
+// Where a 128-byte-swizzled box of 64 bf16 columns puts an element: 16-byte chunk c of row r at chunk c xor (r mod 8).
+static int tma_offset(int row, int column) { return row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8; }
+
+// A layout's offset in elements, its swizzle applied to bytes as the hardware does.
+template <class Layout, class... Coordinates>
+static int layout_offset(Layout const& layout, Coordinates... at) {
+  return Swizzle<3, 4, 3>{}(int(get_nonswizzle_portion(layout)(at...) * sizeof(Element))) / int(sizeof(Element));
+}
+
+template <int HeadDim, int TileN, int Stages>
+static int mismatches() {
+  constexpr int kTileM = 128, kPage = 64;
+  using Tiles = futransformer::AttentionTiles<Element, HeadDim, kTileM, TileN, Stages>;
+  int loads = 0, accumulators = 0, operands = 0;
+
+  for (int column = 0; column < HeadDim; ++column) {
+    int const block = column / 64;
+    for (int row = 0; row < kTileM; ++row) {
+      int const written = Tiles::box_offset(kTileM, block, 0) + tma_offset(row, column % 64);
+      loads += written != layout_offset(typename Tiles::LayoutQ{}, row, column);
+    }
+    for (int stage = 0; stage < Stages; ++stage) {
+      for (int token = 0; token < TileN; ++token) {
+        int const box = stage * TileN * HeadDim + Tiles::box_offset(TileN, block, token / kPage * kPage);
+        int const written = box + tma_offset(token % kPage, column % 64);
+        loads += written != layout_offset(typename Tiles::LayoutK{}, token, column, stage);
+        loads += written != layout_offset(typename Tiles::LayoutV{}, column, token, stage);
+      }
+    }
+  }
+
+  // Thread and value -> place in a 64-row matrix, column-major, as CuTe's traits have it.
+  typename Tiles::MmaScores scores;
+  typename Tiles::MmaOutput output;
+  auto const place_c = typename decltype(scores)::AtomLayoutC_TV{};
+  auto const place_a = typename decltype(output)::AtomLayoutA_TV{};
+  auto accumulator = partition_fragment_C(scores, Shape<_64, Int<TileN>>{});
+  auto const view = futransformer::rows_and_columns(accumulator).layout();
+  auto const operand = make_layout(partition_shape_A(output, Shape<_64, Int<TileN>>{}));
+  for (int thread = 0; thread < 128; ++thread) {
+    int const first_row = thread / 32 * 16 + thread % 32 / 4;
+    for (int row = 0; row < 2; ++row) {
+      for (int column = 0; column < TileN / 4; ++column) {
+        int const place = place_c(thread, int(view(row, column)));
+        accumulators += place % 64 != first_row + 8 * row;
+        accumulators += place / 64 != column / 2 * 8 + column % 2 + 2 * (thread % 4);
+      }
+    }
+    for (int step = 0; step < TileN / 16; ++step) {
+      for (int value = 0; value < 8; ++value) {
+        int const index = int(operand(value, 0, step));
+        operands += place_a(thread, value) + step * 16 * 64 != place_c(thread, index);
+      }
+    }
+  }
+  std::printf("head_dim %d, tile_n %d, stages %d: loads %d, accumulators %d, operands %d mismatches\n", HeadDim, TileN,
+              Stages, loads, accumulators, operands);
+  return loads || accumulators || operands;
+}
+
+int main() {
+  return mismatches<64, 128, 2>() + mismatches<128, 128, 2>() + mismatches<64, 64, 3>() + mismatches<128, 64, 4>();
+}

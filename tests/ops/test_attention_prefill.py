@@ -1,0 +1,405 @@
+"""Prefill attention: the kernel against a float32 reference, what must not reach its results, and its CPU half."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.build.compile import build_kernels
+from futransformer.build.sass import count_instructions, occurrences
+from futransformer.build.settings import BuildSettings
+from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError, UnsupportedError
+from futransformer.generator.plan import make_plan, model_heads
+from futransformer.generator.precision import BF16, get_precision
+from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
+from futransformer.library import KernelLibrary
+from futransformer.ops import attention_prefill
+from futransformer.ops.attention_prefill import AttentionPrefill
+from futransformer.ops.interface import Ops
+from futransformer.reference import ReferenceOps, allowed_error, largest_error
+
+MODELS = ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "llama-3-70b", "group16")
+BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+ROUNDING = 2.0**-9  # of BF16, relative
+
+RAGGED = (0, 1, 17, 63, 64, 65, 0, 127, 128, 129, 1088, 0)
+# (queries, keys): a later turn's queries are the last of a longer sequence
+LATER_TURNS = (
+    (1, 1),
+    (1, 65),
+    (17, 81),
+    (64, 200),
+    (65, 1088),
+    (128, 129),
+    (0, 500),
+    (129, 257),
+    (3, 2048),
+    (300, 363),
+)
+
+GpuOps = Callable[[str], KernelLibrary]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Causal attention of the last queries of one sequence: q [Q, heads, D], k and v [K, kv heads, D] -> [Q, heads, D].
+
+    Everything is computed in float32; P and the result are rounded to ``dtype``. A query that sees no key gives zeros.
+    """
+    (queries, heads, head_dim), length = q.shape, k.shape[0]
+    out = torch.zeros(queries, heads, head_dim, dtype=dtype, device=q.device)
+    if length == 0:
+        return out
+    k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    position = torch.arange(length, device=q.device)
+    for first in range(0, queries, 256):
+        block = slice(first, min(first + 256, queries))
+        scores = torch.einsum("qhd,khd->hqk", q[block].float(), k) * head_dim**-0.5
+        sees_to = torch.arange(block.start, block.stop, device=q.device)[:, None] + length - queries
+        scores = scores.masked_fill(position > sees_to, -torch.inf)
+        p = torch.exp(scores - scores.amax(-1, keepdim=True)).nan_to_num(0)
+        total = p.sum(-1).T[:, :, None]
+        attended = torch.einsum("hqk,khd->qhd", p.to(dtype).float(), v)
+        out[block] = torch.where(total > 0, attended / total, 0).to(dtype)
+    return out
+
+
+class Problem:
+    """Sequences of (queries, keys) tokens in shuffled pages, with NaN and garbage wherever nothing may be read."""
+
+    def __init__(self, ops: Ops, heads: Heads, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
+        self.ops, self.heads, self.lengths = ops, heads, tuple(lengths)
+        device, kv_shape = ops.device, (heads.num_key_value_heads, heads.head_dim)
+        sequences = []
+        for index, (queries, keys) in enumerate(
+            lengths
+        ):  # a sequence's values depend on nothing but its place and length
+            generator = torch.Generator(device).manual_seed(1000 * seed + index)
+            q = torch.randn(queries, heads.q_features, generator=generator, device=device)
+            k, v = (torch.randn(keys, *kv_shape, generator=generator, device=device) for _ in range(2))
+            sequences.append((q.bfloat16(), k.bfloat16(), v.bfloat16()))
+        qs, self.keys, self.values = (list(tensors) for tensors in zip(*sequences, strict=True))
+        self.q = torch.cat(qs)
+        self.offsets = torch.tensor([0, *(queries for queries, _ in lengths)]).cumsum(0).tolist()
+        self._fill_pages(torch.Generator().manual_seed(seed))
+
+    def _fill_pages(self, generator: torch.Generator) -> None:
+        device, heads = self.ops.device, self.heads
+        pages = [-(-keys // PAGE_SIZE) for _, keys in self.lengths]
+        spare = 5
+        shuffled = torch.randperm(sum(pages) + spare, generator=generator).tolist()
+        shape = (len(shuffled), heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
+        self.k_pages, self.v_pages = (
+            torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
+        # Past a sequence's end: pages of NaN, and numbers that are no page at all.
+        nan_pages = [shuffled.pop() for _ in range(spare)]
+        garbage = torch.tensor([*nan_pages, -1, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        columns = max(pages) + 3
+        block_table = garbage[torch.randint(len(garbage), (len(pages), columns), generator=generator)]
+        for sequence, count in enumerate(pages):
+            for index in range(count):
+                page, first = shuffled.pop(), index * PAGE_SIZE
+                block_table[sequence, index] = page
+                for cache, dense in ((self.k_pages, self.keys), (self.v_pages, self.values)):
+                    rows = dense[sequence][first : first + PAGE_SIZE]
+                    cache[page, :, : rows.shape[0]] = rows.transpose(0, 1)
+        self.block_table = block_table.to(device)
+
+    def run(self) -> Tensor:
+        """The kernel's answer: everything written, nothing outside, and the same bits twice."""
+        device, rows = self.ops.device, self.q.shape[0]
+        room = torch.full((rows + 256, self.heads.q_features), torch.nan, dtype=torch.bfloat16, device=device)
+        outs = [room[64 : 64 + rows], torch.full_like(self.q, torch.nan)]
+        for out in outs:
+            self.ops.attention_prefill(
+                self.q,
+                self.k_pages,
+                self.v_pages,
+                self.block_table,
+                torch.tensor(self.offsets, dtype=torch.int32, device=device),
+                torch.tensor([keys for _, keys in self.lengths], dtype=torch.int32, device=device),
+                max_seqlen_q=max(queries for queries, _ in self.lengths),
+                out=out,
+            )
+        assert room[:64].isnan().all(), "rows before the output were written"
+        assert room[64 + rows :].isnan().all(), "rows behind the output were written"
+        assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16)), "two runs differ"
+        return outs[1]
+
+    def part(self, rows: Tensor, sequence: int) -> Tensor:
+        """The rows of one sequence, [queries, heads, D]."""
+        start, stop = self.offsets[sequence : sequence + 2]
+        return rows[start:stop].view(stop - start, self.heads.num_attention_heads, self.heads.head_dim)
+
+    def check(self, out: Tensor) -> None:
+        """Hold every sequence to the tolerance rule, and every block of 16 columns to its row's size."""
+        for sequence, (queries, keys) in enumerate(self.lengths):
+            if queries == 0:
+                continue
+            actual, q = self.part(out, sequence), self.part(self.q, sequence)
+            exact, rounded = (
+                attend(q, self.keys[sequence], self.values[sequence], dtype)
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            allowed, error = allowed_error(rounded, exact, get_precision("bf16")), largest_error(actual, exact)
+            assert error <= allowed, f"{queries} queries, {keys} keys: error {error:.3e}, allowed {allowed:.3e}"
+            blocks = (actual.float() - exact).view(*exact.shape[:2], -1, 16).square().mean(-1).sqrt()
+            size = exact.square().mean(-1, keepdim=True).sqrt()
+            worst = (blocks - 4 * ROUNDING * size).max().item()
+            assert worst <= 0, f"{queries} queries, {keys} keys: a 16-column block is off by {worst:.3e} too much"
+
+
+def on_gpu(gpu_ops: GpuOps, model: str, lengths: Sequence[tuple[int, int]]) -> Problem:
+    """A problem for the generated kernel of a model."""
+    ops = gpu_ops(model)
+    return Problem(ops, ops.plan.attention_prefill.heads, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_ragged_prompts(gpu_ops: GpuOps, model: str) -> None:
+    problem = on_gpu(gpu_ops, model, [(length, length) for length in RAGGED])
+    problem.check(problem.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_later_turns(gpu_ops: GpuOps, model: str) -> None:
+    problem = on_gpu(gpu_ops, model, LATER_TURNS)
+    problem.check(problem.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 17, 64, 127, 129, 1088])
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_one_prompt(gpu_ops: GpuOps, model: str, length: int) -> None:
+    """The only sequence: its last tile reaches past the end of q and of the pages."""
+    problem = on_gpu(gpu_ops, model, [(length, length)])
+    problem.check(problem.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_queries_that_see_no_key_give_zeros(gpu_ops: GpuOps, model: str) -> None:
+    problem = on_gpu(gpu_ops, model, [(5, 2), (200, 0), (70, 70), (200, 3), (300, 130)])
+    out = problem.run()
+    problem.check(out)
+    for sequence, (queries, keys) in enumerate(problem.lengths):
+        assert not problem.part(out, sequence)[: queries - keys].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_neighbours_do_not_matter(gpu_ops: GpuOps, model: str) -> None:
+    """Another length, or NaN everywhere, in the middle sequence leaves the others' bits alone."""
+    around = [(65, 65), (130, 400)]
+    want = on_gpu(gpu_ops, model, [around[0], (100, 100), around[1]])
+    expected = want.run()
+    for middle in ((0, 0), (1, 1), (100, 100), (1088, 1088), (77, 300)):
+        problem = on_gpu(gpu_ops, model, [around[0], middle, around[1]])
+        problem.part(problem.q, 1).fill_(torch.nan)
+        for index in range(-(-middle[1] // PAGE_SIZE)):
+            for pages in (problem.k_pages, problem.v_pages):
+                pages[problem.block_table[1, index]] = torch.nan
+        out = problem.run()
+        assert problem.part(out, 1).isnan().all()
+        for sequence in (0, 2):
+            assert torch.equal(problem.part(out, sequence), want.part(expected, sequence)), (
+                f"{middle} changed {sequence}"
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_large_scores(gpu_ops: GpuOps, model: str) -> None:
+    """Queries of 100: scores of some thousands, whose exponentials overflow without the maximum."""
+    problem = on_gpu(gpu_ops, model, [(300, 300), (129, 1000), (1, 1)])
+    problem.q *= 100
+    out = problem.run()
+    assert out.isfinite().all()
+    problem.check(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
+    """Over 32k tokens with V = 1 the weights must sum to 1: no drift of the running sum or of its corrections."""
+    problem = on_gpu(gpu_ops, model, [(200, 32_768), (130, 32_700)])
+    problem.v_pages.masked_fill_(~problem.v_pages.isnan(), 1)
+    out = problem.run().float()
+    assert (out - 1).abs().max() <= 2 * ROUNDING
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: str) -> None:
+    problem = on_gpu(gpu_ops, model, [(65, 65), (10, 320), (40, 40)])
+    problem.block_table = problem.block_table[:, :3].contiguous()
+    out = problem.run()
+    assert problem.part(out, 1).isnan().all()
+    assert problem.part(out, 0).isfinite().all()
+    assert problem.part(out, 2).isfinite().all()
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.2-1b"])
+def test_reference(model: str) -> None:
+    """The PyTorch operation passes what the kernel must pass."""
+    config = load_config(model)
+    problem = Problem(
+        ReferenceOps(config), model_heads(config), [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)]
+    )
+    problem.check(problem.run())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
+    heads = Heads(32, 2, 64) if model == "group16" else model_heads(load_config(model))
+    for tile_n, stages in ((128, 2), (64, 2), (64, 4)):
+        spec = AttentionPrefillSpec(BF16, heads, tile_m=128, tile_n=tile_n, stages=stages)
+        assert spec.shared_bytes == 256 * heads.head_dim + 4 * stages * tile_n * heads.head_dim + 8 + 32 * stages
+        assert str(heads) in spec.name
+        assert f"128x{tile_n}_s{stages}" in spec.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": Heads(32, 8, 96)}, "head_dim must be 64 or 128"),
+        ({"heads": Heads(32, 5, 64)}, "divide evenly"),
+        ({"tile_m": 64}, "tile_m must be 128"),
+        ({"tile_n": 96}, "tile_n must be 64 or 128"),
+        ({"tile_n": 256}, "tile_n must be 64 or 128"),
+        ({"stages": 1}, "stages must be at least 2"),
+        ({"stages": 4}, "shared memory"),
+    ],
+)
+def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"element": BF16, "heads": Heads(32, 8, 128), "tile_m": 128, "tile_n": 128, "stages": 2}
+    with pytest.raises(UnsupportedError, match=message):
+        AttentionPrefillSpec(**{**fields, **changes})
+
+
+class RecordingKernel:
+    """Stands in for a loaded kernel on the CPU: remembers its launches."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.spec = AttentionPrefillSpec(BF16, heads, tile_m=128, tile_n=128, stages=2)
+        self.device = torch.device("cpu")
+        self.launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
+
+    def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+        self.launches.append((grid, arguments))
+
+
+def small_inputs() -> dict[str, Any]:
+    """Two sequences of 200 and 100 queries, 8 heads and 2 key/value heads of 64 features."""
+    pages = torch.zeros(6, 2, PAGE_SIZE, 64, dtype=torch.bfloat16)
+    return {
+        "q": torch.zeros(300, 512, dtype=torch.bfloat16),
+        "k_pages": pages,
+        "v_pages": pages.clone(),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 200, 300], dtype=torch.int32),
+        "seqlens_k": torch.tensor([200, 100], dtype=torch.int32),
+        "max_seqlen_q": 200,
+    }
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordingKernel:
+    def encode(tensor: Tensor, box_rows: int, box_columns: int) -> SimpleNamespace:
+        return SimpleNamespace(shape=tuple(tensor.shape), box=(box_rows, box_columns))
+
+    monkeypatch.setattr(attention_prefill, "tensor_map_2d", encode)
+    return RecordingKernel(Heads(8, 2, 64))
+
+
+def test_launch(recorded: RecordingKernel) -> None:
+    """Every parameter of the ABI once; a grid of heads, sequences and query tiles; boxes as the kernel expects them."""
+    inputs = small_inputs()
+    out = torch.empty_like(inputs["q"])
+    assert AttentionPrefill(recorded)(**inputs, out=out) is out  # type: ignore[arg-type]
+    ((grid, arguments),) = recorded.launches
+    assert grid == (8, 2, 2)
+    assert list(arguments) == [param.name for param in recorded.spec.params]
+    assert (arguments["q"].shape, arguments["q"].box) == ((300, 512), (128, 64))
+    for name in ("k_pages", "v_pages"):
+        assert (arguments[name].shape, arguments[name].box) == ((6 * 2 * PAGE_SIZE, 64), (PAGE_SIZE, 64))
+    assert arguments["out"] is out
+    assert arguments["block_table_stride"] == 4
+    assert arguments["softmax_scale"] == 0.125
+
+
+def test_nothing_to_do_launches_nothing(recorded: RecordingKernel) -> None:
+    inputs = small_inputs()
+    inputs.update(q=inputs["q"][:0], max_seqlen_q=0)
+    assert AttentionPrefill(recorded)(**inputs).shape == (0, 512)  # type: ignore[arg-type]
+    assert recorded.launches == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(300, 512)}, r"q must be torch\.bfloat16"),
+        ({"q": torch.zeros(300, 256, dtype=torch.bfloat16)}, r"q must have shape \[any, 512\]"),
+        ({"q": torch.zeros(512, 300, dtype=torch.bfloat16).T}, "q must .*"),
+        ({"k_pages": torch.zeros(6, 2, 32, 64, dtype=torch.bfloat16)}, "k_pages must have shape"),
+        ({"v_pages": torch.zeros(7, 2, 64, 64, dtype=torch.bfloat16)}, "v_pages must have shape"),
+        ({"block_table": torch.zeros(2, 4)}, r"block_table must be torch\.int32"),
+        ({"block_table": torch.zeros(8, dtype=torch.int32)}, "block_table must have shape"),
+        ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, r"cu_seqlens_q must have shape \[3\]"),
+        ({"seqlens_k": torch.zeros(3, dtype=torch.int32)}, r"seqlens_k must have shape \[2\]"),
+        ({"out": torch.zeros(299, 512, dtype=torch.bfloat16)}, r"out must have shape \[300, 512\]"),
+        ({"q": torch.zeros(300 * 512 + 1, dtype=torch.bfloat16)[1:].view(300, 512)}, "q starts at .*16 bytes"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q is 0"),
+        ({"max_seqlen_q": 301}, "max_seqlen_q is 301"),
+        ({"k_pages": torch.zeros(0, 2, 64, 64, dtype=torch.bfloat16), "v_pages": None}, "k_pages holds no page"),
+    ],
+)
+def test_wrong_arguments_are_named(recorded: RecordingKernel, changes: dict[str, Any], message: str) -> None:
+    inputs = {**small_inputs(), **changes}
+    if inputs["v_pages"] is None:
+        inputs["v_pages"] = inputs["k_pages"].clone()
+    with pytest.raises(InputError, match=f"attention_prefill: {message}"):
+        AttentionPrefill(recorded)(**inputs)  # type: ignore[arg-type]
+    assert recorded.launches == []
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_kernel_compiles_to_wgmma_and_tma(model: str) -> None:
+    """wgmma and TMA loads, no access to local memory; the build itself refuses spills and serialised wgmma."""
+    settings = BuildSettings.from_environment()
+    spec = make_plan(load_config(model), "bf16").attention_prefill
+    (record,) = build_kernels([spec], settings=settings)
+    counts = count_instructions(record.cubin, settings)
+    head_dim, tile_n = spec.heads.head_dim, spec.tile_n
+    # Four places issue a tile's scores or output: before the loops, in both loops (masked and not), after them.
+    scores, output = 3 * head_dim // 16, 3 * tile_n // 16
+    assert occurrences(counts, "HGMMA") == scores + output
+    assert occurrences(counts, "UTMALDG") > 0
+    assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
+
+
+@pytest.mark.compile
+def test_tiles_against_tma_and_cute(tmp_path: Path) -> None:
+    """Boxes land where the wgmma layouts read them, and P's operand holds what the scores' accumulator held."""
+    settings = BuildSettings.from_environment()
+    program, source = tmp_path / "tiles", Path(__file__).parent / "attention_tiles.cpp"
+    toolkit = find_nvcc(settings).path.resolve().parent.parent / "include"
+    includes = [settings.include_dir, find_cutlass_include(settings), toolkit, toolkit / "cccl"]
+    options = [option for folder in includes for option in ("-isystem", str(folder))]
+    command = [str(find_host_compiler(settings)), "-std=c++17", "-O1", *options, str(source), "-o", str(program)]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
