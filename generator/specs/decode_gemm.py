@@ -111,10 +111,12 @@ class DecodeGemmSpec(KernelSpec):
     def blocks_per_sm(self) -> int:
         """Two where they fit: one block's epilogue then hides behind the other's stream."""
         steps = self.stage_k // (self.warps * self.step_k)
-        operands = self.batch_tile // 8 * steps * self.step_k // 8  # registers of activations, of one stage
+        activations = self.batch_tile // 8 * steps * self.step_k // 8  # a stage's, held while its weights arrive
         sums = self.row_tiles * self.batch_tile // 2
-        registers = operands + sums + 40
-        return 2 if self.warps <= 8 and registers <= 104 and 2 * (self.shared_bytes + 1024) <= _SHARED_PER_SM else 1
+        weights = self.row_tiles * 8
+        registers = activations + sums + weights + 32  # a thread, somewhat more than ptxas needs
+        fits = self.warps <= 8 and registers <= 104 and 2 * (self.shared_bytes + 1024) <= _SHARED_PER_SM
+        return 2 if fits else 1
 
     @property
     def sumsq_parts(self) -> int:
