@@ -177,7 +177,8 @@ struct AttentionPrefill {
   }
 
   // A tile of K or V: kPagesPerTile pages, each kColumnBlocks boxes.
-  CUTLASS_DEVICE static void load_tile(CUtensorMap const& map, FullBarrier& full, Element* target, PageRows const& pages) {
+  CUTLASS_DEVICE static void load_tile(CUtensorMap const& map, FullBarrier& full, Element* target,
+                                       PageRows const& pages) {
     full.arrive_and_expect_tx(kTileBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kColumnBlocks; ++block) {
@@ -284,7 +285,8 @@ struct AttentionPrefill {
     cutlass::arch::NamedBarrier::sync(kConsumerThreads, kTailIsZero);
   }
 
-  CUTLASS_DEVICE static void consume(SharedStorage& shared, Arguments const& arguments, Work const& work, int consumer) {
+  CUTLASS_DEVICE static void consume(SharedStorage& shared, Arguments const& arguments, Work const& work,
+                                     int consumer) {
     using namespace cute;
     Barriers& barriers = shared.barriers;
     int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
@@ -317,8 +319,8 @@ struct AttentionPrefill {
       warpgroup_fence_operand(probabilities);
     };
 
-    // Replace, not add: an unused slot's score may be NaN. Keys from the sequence's end on are hidden from all rows that
-    // are stored, since query i sees i + shift < seqlen_k.
+    // Replace, not add: an unused slot's score may be NaN. Keys from the sequence's end on are hidden from all rows
+    // that are stored, since the keys that query i sees, up to i + shift, come before seqlen_k.
     auto hide_future = [&](int tile) {
       CUTLASS_PRAGMA_UNROLL
       for (int row = 0; row < 2; ++row) {

@@ -1,7 +1,8 @@
 // Tiles of prefill attention: how they lie in shared memory, and which wgmma reads them.
 //
-// Shared memory holds [column block][row][64 features], as TMA boxes of 64 columns (128 bytes, swizzled) arrive. Q and K
-// are read K-major. V is the B operand of P V, [features, keys] with the features contiguous: MN-major, no transposition.
+// Shared memory holds [column block][row][64 features], as TMA boxes of 64 columns (128 bytes, swizzled) arrive. Q and
+// K are read K-major. V is the B operand of P V, [features, keys] with the features contiguous: MN-major, which wgmma
+// reads without a transposition.
 //
 // The scores' accumulator and the A operand of P V hold the same elements in the same order: of each row the columns
 // 8 j + 2 (lane % 4) + {0, 1}, as (2 columns, 2 rows, j) here and as (2 keys, 2 rows, 2 groups of 8 keys, step) there.
@@ -30,7 +31,8 @@ struct AttentionTiles {
       cute::Shape<cute::Int<TileN>, cute::Int<HeadDim>, cute::Int<Stages>>{}));
   using LayoutV = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-      cute::Shape<cute::Int<HeadDim>, cute::Int<TileN>, cute::Int<Stages>>{}, cute::Step<cute::_2, cute::_1, cute::_3>{}));
+      cute::Shape<cute::Int<HeadDim>, cute::Int<TileN>, cute::Int<Stages>>{},
+      cute::Step<cute::_2, cute::_1, cute::_3>{}));
 
   // One warpgroup: 64 queries. S = Q K^T from shared memory; O += P V with P in registers.
   using MmaScores = decltype(cute::make_tiled_mma(
