@@ -17,6 +17,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "barrier.cuh"
+#include "bulk_copy.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
 
@@ -85,8 +86,8 @@ struct DecodeGemm {
 
   template <class Epilogue>
   CUTLASS_DEVICE static void run(bf16 const* x, void const* weight, int m, Epilogue const& epilogue) {
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+    extern __shared__ __align__(128) char dynamic_shared[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
     int const lane = threadIdx.x % kLanes;
     bool const is_producer = warp == Warps;
@@ -125,7 +126,6 @@ struct DecodeGemm {
 
  private:
   CUTLASS_DEVICE static void stream_weights(Shared& shared, unsigned char const* tiles) {
-    uint64_t const policy = evict_first_policy();
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
@@ -134,8 +134,8 @@ struct DecodeGemm {
       int const bytes = kRowTileBytes - begin < kChunkBytes ? kRowTileBytes - begin : kChunkBytes;
       shared.full[cursor.slot].arrive_and_expect_tx(RowTiles * bytes);
       for (int tile = 0; tile < RowTiles; ++tile) {
-        load_bulk(shared.ring[cursor.slot][tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
-                  shared.full[cursor.slot], policy);
+        load_bulk_once(shared.ring[cursor.slot][tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
+                       shared.full[cursor.slot]);
       }
     }
   }
@@ -192,7 +192,7 @@ struct DecodeGemm {
           float(&d)[SumFragment::kSums] = sums[tile][batch];
           cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
               d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3],
-              ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),  //
+              ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),
               d[0], d[1], d[2], d[3]);
         }
       }
@@ -246,21 +246,6 @@ struct DecodeGemm {
   CUTLASS_DEVICE static void wait_for(Barrier const& barrier, uint32_t parity) {
     wait(barrier, parity);
     asm volatile("" ::: "memory");
-  }
-
-  // Weights are read once a step: they are the first to leave L2, where activations and the KV cache should stay.
-  CUTLASS_DEVICE static uint64_t evict_first_policy() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-  }
-
-  CUTLASS_DEVICE static void load_bulk(void* target, void const* source, int bytes, Barrier& full, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            cute::cast_smem_ptr_to_uint(target)),
-        "l"(source), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(&full)), "l"(policy)
-        : "memory");
   }
 };
 
