@@ -29,8 +29,6 @@ from ..generator.errors import ArtifactError, BuildError
 from .fingerprint import Fingerprint
 from .manifest import KernelRecord, load_cubin, read_kernel_manifest
 
-SOURCE = "kernel.cu"
-CUBIN = "kernel.cubin"
 LOG = "build.log"
 
 _LONGEST_NAME = 160  # file names end at 255 bytes, and suffixes are added to this

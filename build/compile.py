@@ -7,11 +7,9 @@ wgmma is refused (``ptxas``). Without a usable tool chain, what any tool chain h
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,35 +21,14 @@ from pathlib import Path
 from ..generator.errors import ArtifactError, BuildError, ToolchainError
 from ..generator.render import render as render_spec
 from ..generator.specs import ABI_VERSION, KernelSpec
-from .cache import CUBIN, LOG, SOURCE, KernelCache
+from .cache import LOG, KernelCache
 from .fingerprint import Fingerprint, source_key, toolchain_key
 from .machine import default_jobs
 from .manifest import KernelRecord, write_kernel_manifest
+from .nvcc import CUBIN, NVCC_FLAGS, SOURCE, describe_failure, ran_out_of_disk, run_nvcc
 from .ptxas import check_resources, parse_resources
 from .settings import BuildSettings
 from .toolchain import Toolchain, find_toolchain
-
-# sm_90a, for wgmma and TMA; machine code alone, for PTX of an nvcc newer than the driver is refused.
-NVCC_FLAGS = (
-    "-cubin",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-std=c++17",
-    "-O3",
-    "-DNDEBUG",
-    "--expt-relaxed-constexpr",
-    "-Xptxas=-v",
-)
-
-# Variables by which nvcc or the host compiler would take options or headers that no fingerprint has seen.
-_HIDDEN_INPUTS = (
-    "NVCC_PREPEND_FLAGS",
-    "NVCC_APPEND_FLAGS",
-    "NVCC_CCBIN",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "GCC_EXEC_PREFIX",
-)
 
 
 @dataclass(frozen=True)
@@ -113,13 +90,8 @@ def build_kernels(
     if jobs:
         if toolchain is None:
             raise _missing(jobs, cache, settings, lacking)
-        _Builder(cache, toolchain, settings).run(jobs, lambda record: ready(record, cached=False))
+        _Builder(cache, toolchain, settings).run(jobs, ready)
     return tuple(records[spec.name] for spec in specs)
-
-
-def nvcc_options(include_dirs: Sequence[Path]) -> list[str]:
-    """Return nvcc's options for a generated source; the order of folders is the order of precedence."""
-    return [*NVCC_FLAGS, *(option for folder in include_dirs for option in ("-I", str(folder)))]
 
 
 def _toolchain(settings: BuildSettings) -> tuple[Toolchain | None, str, ToolchainError | None]:
@@ -137,11 +109,11 @@ def _missing(
     jobs: Sequence[_Job], cache: KernelCache, settings: BuildSettings, lacking: ToolchainError | None
 ) -> ArtifactError | ToolchainError:
     names = ", ".join(job.spec.name for job in jobs[:3]) + (f" and {len(jobs) - 3} more" if len(jobs) > 3 else "")
-    what = f"{len(jobs)} kernels are not in the cache {cache.root}: {names}"
+    what = f"not in the cache {cache.root}: {names}"
     if lacking is not None:
-        return ToolchainError(f"{what}; they must be built, but {lacking}")
+        return ToolchainError(f"{what}. They have to be built, but {lacking}")
     return ArtifactError(
-        f"{what}; FUTRANSFORMER_DISABLE_JIT forbids building them here. Run `futransformer build CONFIG` without it, "
+        f"{what}. FUTRANSFORMER_DISABLE_JIT forbids building them here: run `futransformer build CONFIG` without it, "
         "or point FUTRANSFORMER_CACHE at a cache that holds them"
     )
 
@@ -160,7 +132,7 @@ class _Builder:
         self.parallel = settings.jobs or default_jobs()
         self.cancelled = threading.Event()
 
-    def run(self, jobs: Sequence[_Job], finished: Callable[[KernelRecord], None]) -> None:
+    def run(self, jobs: Sequence[_Job], ready: Callable[[KernelRecord, bool], None]) -> None:
         """Build all jobs, those that took longest before (and those never built) first."""
 
         def seconds(job: _Job) -> float:
@@ -172,14 +144,14 @@ class _Builder:
             try:
                 for future in as_completed(futures):
                     with suppress(_CancelledError):  # the failure that caused it is the one to report
-                        finished(future.result())
+                        ready(*future.result())
             except BaseException:
                 self.cancelled.set()
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def build(self, job: _Job) -> KernelRecord:
-        """Build one kernel; when it fails, no other is begun."""
+    def build(self, job: _Job) -> tuple[KernelRecord, bool]:
+        """Build one kernel, and say whether another process had done so meanwhile; after a failure begin no other."""
         try:
             self.check_cancelled()
             return self.build_locked(job)
@@ -192,14 +164,14 @@ class _Builder:
         if self.cancelled.is_set():
             raise _CancelledError
 
-    def build_locked(self, job: _Job) -> KernelRecord:
-        """Build one kernel under its lock, unless another process has done so meanwhile."""
+    def build_locked(self, job: _Job) -> tuple[KernelRecord, bool]:
+        """Wait for the kernel's lock, look again, and build."""
         name, key = job.spec.name, job.key
         timeout = self.settings.lock_timeout
         with self.cache.errors(), self.cache.lock(name, key, timeout, self.check_cancelled):
             found = self.cache.find(name, key)
             if found is not None:
-                return found
+                return found, True
             with self.cache.workspace(name, key) as folder:
                 try:
                     record = self.compile(job, folder)
@@ -207,16 +179,20 @@ class _Builder:
                     log = self.cache.keep_failed(folder, name, key)
                     raise BuildError(f"{refused}\nThe full log: {log}") from None
                 write_kernel_manifest(record, folder)
-                return self.cache.publish(folder, name, key)
+                return self.cache.publish(folder, name, key), False
 
     def compile(self, job: _Job, folder: Path) -> KernelRecord:
         """Run nvcc in ``folder`` and judge what it made."""
         spec = job.spec
         (folder / SOURCE).write_text(job.source, encoding="utf-8")
-        status, seconds = self.run_nvcc(folder)
-        log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
+        start = time.monotonic()
+        status, log = run_nvcc(self.toolchain, self.settings.include_dir, folder, self.check_cancelled)
+        seconds = time.monotonic() - start
+        if status != 0 and ran_out_of_disk(folder, log):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (folder / LOG).write_text(log, encoding="utf-8")
         if status != 0:
-            raise self.failure(spec.name, status, log)
+            raise _RefusedError(f"kernel {spec.name}: {describe_failure(status, log, self.parallel)}")
         image = (folder / CUBIN).read_bytes() if (folder / CUBIN).is_file() else b""
         if not image.startswith(b"\x7fELF"):
             raise _RefusedError(f"kernel {spec.name}: nvcc reported success but wrote no cubin ({len(image)} bytes)")
@@ -242,86 +218,6 @@ class _Builder:
             toolchain_key=job.key.toolchain_key,
         )
 
-    def run_nvcc(self, folder: Path) -> tuple[int, float]:
-        """Run nvcc on the source in ``folder``, all it says into the log; return exit status and seconds."""
-        temporary = folder / "tmp"
-        temporary.mkdir()
-        # By relative names in the folder itself: no path of this machine enters the cubin. nvcc's own temporary files
-        # stay inside as well, so that whatever removes the folder removes them.
-        command = [
-            str(self.toolchain.nvcc.path),
-            *nvcc_options((self.settings.include_dir, self.toolchain.cutlass_include)),
-            f"-ccbin={self.toolchain.host_compiler}",
-            "-o",
-            CUBIN,
-            SOURCE,
-        ]
-        env = {name: value for name, value in os.environ.items() if name not in _HIDDEN_INPUTS}
-        env |= {"TMPDIR": str(temporary), "LC_ALL": "C"}
-        start = time.monotonic()
-        with (folder / LOG).open("wb") as log:
-            # A group of its own, so that its cicc and ptxas can be stopped with it.
-            process = subprocess.Popen(
-                command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-            while True:
-                try:
-                    status = process.wait(0.1)
-                    break
-                except subprocess.TimeoutExpired:
-                    if self.cancelled.is_set():
-                        os.killpg(process.pid, signal.SIGKILL)
-                        process.wait()
-                        raise _CancelledError from None
-        seconds = time.monotonic() - start
-        for left in sorted(temporary.rglob("*"), reverse=True):
-            left.rmdir() if left.is_dir() else left.unlink()
-        temporary.rmdir()
-        return status, seconds
-
-    def failure(self, name: str, status: int, log: str) -> BuildError:
-        """Say what ended nvcc: a signal (most often for want of memory), a full disk, or an error in the source."""
-        if "No space left on device" in log or "Disk quota exceeded" in log:
-            return BuildError(
-                f"kernel {name}: the disk of the kernel cache {self.cache.root} is full; nothing half-built was kept. "
-                f"Make room, or point FUTRANSFORMER_CACHE at a folder on another disk, and build again. nvcc said:\n"
-                f"{_words(log)}"
-            )
-        number = _signal_number(status, log)
-        if number == signal.SIGKILL:
-            fewer = (
-                f"build with fewer jobs: futransformer build CONFIG --jobs {max(1, self.parallel // 2)}"
-                if self.parallel > 1
-                else "it was the only one: free memory, or build on a larger machine"
-            )
-            return _RefusedError(
-                f"kernel {name}: nvcc was killed (exit status {status}) while compiling {SOURCE}: the machine most "
-                f"likely ran out of memory with {self.parallel} compilers at once; {fewer}"
-            )
-        if number is not None:
-            return _RefusedError(
-                f"kernel {name}: nvcc crashed with signal {number} (exit status {status}):\n{_words(log)}"
-            )
-        return _RefusedError(f"kernel {name}: nvcc failed (exit status {status}):\n{_words(log)}")
-
 
 class _RefusedError(BuildError):
     """A build that failed for its source, its resources or its compiler: what there is of it is kept to look at."""
-
-
-def _signal_number(status: int, log: str) -> int | None:
-    """The signal that ended nvcc (-9, or 137 through a shell), or the tool that nvcc ran."""
-    inner = re.search(r"died due to signal (\d+)", log)
-    if inner:
-        return int(inner[1])
-    if status < 0:
-        return -status
-    return status - 128 if status > 128 else None
-
-
-def _words(log: str, lines: int = 30, width: int = 400) -> str:
-    """The compiler's words from its first error on, trimmed: one mistake in a template header fills pages."""
-    said = [line[:width] for line in log.splitlines() if line.strip()]
-    first = next((index for index, line in enumerate(said) if re.search(r"\b(error|fatal)\b", line)), 0)
-    kept = said[first : first + lines]
-    return "\n".join(kept) if kept else "(nothing)"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from futransformer.build.cache import KernelCache, file_stem
-from futransformer.build.compile import BuildEvent, build_kernels, nvcc_options
+from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.export import export
 from futransformer.build.manifest import KernelRecord, ModelManifest
+from futransformer.build.nvcc import nvcc_options
 from futransformer.build.settings import BuildSettings
 from futransformer.cli.table import megabytes, table
 from futransformer.generator.config import LlamaConfig, load_config
