@@ -12,7 +12,8 @@ import pytest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.specs import KernelSpec, Param
 
-# It answers --version, counts its calls, waits (a minute at most) while a file `slow` lies beside it, and writes what ptxas would say.
+# It answers --version, counts its calls, waits (a minute at most) while a file `slow` lies beside it, and writes what
+# ptxas would say.
 FAKE_NVCC = r"""#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = --version ]; then cat "$here/version.txt"; exit; fi
