@@ -149,7 +149,8 @@ class ReferenceOps:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See Ops.argmax. NaN never wins over a number."""
-        return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1).int()
+        largest = logits.masked_fill(logits.isnan(), -torch.inf).amax(1, keepdim=True)
+        return (logits == largest).int().argmax(1).int()
 
     def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""

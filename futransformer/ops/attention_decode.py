@@ -13,10 +13,11 @@ from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec
 from futransformer.ops.validate import check_aligned, check_tensor
 from futransformer.tma import TensorMap, tensor_map_2d
 
-# What a block costs beside its pages (first loads, merging its warps, combining the splits), in pages. An estimate: a
-# block's first page arrives some 2 us after its start, a page of an 8B model takes about 1 us of its share of the memory.
+# What a block costs beside its pages (first loads, merging its warps, combining the splits), in pages. An estimate: the
+# first page arrives some 2 us after a block's start; a page of an 8B model is about 1 us of a block's share of memory.
 BLOCK_OVERHEAD_PAGES = 2
 
+MAX_SEQUENCES = 65_535  # the grid's third dimension
 _BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
 
 
@@ -40,13 +41,14 @@ def choose_pages_per_split(max_pages: int, sequence_heads: int, block_slots: int
 class Workspace:
     """What the splits of a sequence hand to the block that combines them.
 
-    It belongs to one op and is used by one launch at a time. Launches on one stream follow each other anyway; when the
-    stream changes, the new one first waits for the old. A captured graph holds the addresses of its capture: buffers are
-    therefore never freed while the op lives, only replaced by larger ones (at least twice the size, which bounds the
-    rest), and never replaced during a capture. Replays of such a graph, like any other use of the op, must not overlap.
+    It belongs to one op and serves one launch at a time. Launches on one stream follow each other anyway; when the
+    stream changes, the new one first waits for the old. A captured graph holds the addresses of its capture: buffers
+    are therefore never freed while the op lives, only replaced by larger ones (at least twice the size, which bounds
+    the sum), and never replaced during a capture. Replays of such a graph must not overlap other uses of the op.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Start empty."""
         self.device = device
         self.out = torch.empty(0, dtype=torch.float32, device=device)
         self.max_sum = torch.empty(0, dtype=torch.float32, device=device)
@@ -85,6 +87,7 @@ class AttentionDecode:
     """Attention of one query a sequence over its pages."""
 
     def __init__(self, kernel: Kernel) -> None:
+        """Serve the geometry of the kernel's spec."""
         assert isinstance(kernel.spec, AttentionDecodeSpec)
         self.spec = kernel.spec
         self.kernel = kernel
@@ -121,10 +124,14 @@ class AttentionDecode:
             check_tensor(op, "out", out, (sequences, heads.q_features), torch.bfloat16, device)
         for name, tensor in (("q", q), ("out", out)):
             check_aligned(op, name, tensor, 16)
+        if sequences > MAX_SEQUENCES:
+            raise InputError(f"{op}: {sequences} sequences, at most {MAX_SEQUENCES} fit in a grid; split the batch")
+        if k_pages.shape[0] == 0:
+            raise InputError(f"{op}: k_pages holds no page; a cache needs at least one")
         if not 0 <= max_seqlen_k <= block_table.shape[1] * PAGE_SIZE:
             raise InputError(
-                f"{op}: max_seqlen_k is {max_seqlen_k}, but block_table names {block_table.shape[1]} pages of {PAGE_SIZE} "
-                "tokens a sequence; give the longest sequence's length, and a block_table that holds it"
+                f"{op}: max_seqlen_k is {max_seqlen_k}, but block_table names {block_table.shape[1]} pages of "
+                f"{PAGE_SIZE} tokens a sequence; give the longest sequence's length, and a block_table that holds it"
             )
         if pages_per_split is not None and pages_per_split < 1:
             raise InputError(

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from futransformer.driver import Kernel
-from futransformer.generator.errors import InputError
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
 from futransformer.ops.validate import check_aligned, check_tensor
 
@@ -15,6 +14,7 @@ class GatherRows:
     """Rows of a table by index, and their sums of squares."""
 
     def __init__(self, kernel: Kernel) -> None:
+        """Serve the row width of the kernel's spec."""
         assert isinstance(kernel.spec, GatherRowsSpec)
         self.spec = kernel.spec
         self.kernel = kernel
@@ -39,6 +39,7 @@ class Argmax:
     """The lowest index of each row's largest logit."""
 
     def __init__(self, kernel: Kernel) -> None:
+        """Serve the vocabulary of the kernel's spec."""
         assert isinstance(kernel.spec, ArgmaxSpec)
         self.spec = kernel.spec
         self.kernel = kernel

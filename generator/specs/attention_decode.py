@@ -68,8 +68,8 @@ class AttentionDecodeSpec(KernelSpec):
 
     @property
     def blocks_per_sm(self) -> int:
-        """What shared memory allows, up to four: more would only tighten the bound on registers."""
-        return min(SM_SHARED_BYTES // (self.shared_bytes + BLOCK_RESERVED_BYTES), 4)
+        """What shared memory allows, up to three: four would leave 96 registers, and groups above eight spill."""
+        return min(SM_SHARED_BYTES // (self.shared_bytes + BLOCK_RESERVED_BYTES), 3)
 
     @property
     def shared_bytes(self) -> int:

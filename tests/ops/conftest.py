@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from futransformer.build.settings import BuildSettings
+from futransformer.build.toolchain import find_host_compiler
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.library import KernelLibrary, load_kernels
@@ -35,3 +39,27 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
         return load_kernels(model_config(name), folder=exports / name if exports else None)
 
     return load
+
+
+@pytest.fixture
+def emulate(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
+
+    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces.
+    """
+    folder, settings = Path(__file__).parent, BuildSettings.from_environment()
+
+    def run(kernel: str) -> str:
+        source = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
+        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", source, flags=re.MULTILINE))
+        program = tmp_path / kernel
+        options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
+        sources = ["-I", str(tmp_path), str(folder / f"emulated_{kernel}.cpp"), "-o", str(program)]
+        compiler = str(find_host_compiler(settings))
+        compiled = subprocess.run([compiler, *options, *sources], capture_output=True, text=True, check=False)
+        assert compiled.returncode == 0, compiled.stderr
+        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    return run

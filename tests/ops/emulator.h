@@ -1,0 +1,405 @@
+// A small emulator of thread blocks on the host, enough to run a kernel's own source without a GPU.
+//
+// Every CUDA thread is a fiber; one OS thread runs them, warp by warp in random order. Warp-wide instructions
+// (ldmatrix, movmatrix, mma.sync m16n8k16, shuffles) follow the fragment layouts of the PTX manual; mbarriers count
+// arrivals and bytes; a TMA copy poisons its target at once and delivers at a random later time, so that reading too
+// early and overwriting too early both show. Blocks run one after the other, in random order.
+//
+// Ends the process with a message on: a warp that diverges at a warp-wide instruction, a barrier that is arrived at too
+// often, a misaligned access, copies that nobody waited for, and a block that makes no progress.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define CUTLASS_DEVICE inline
+#define CUTLASS_PRAGMA_UNROLL
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __shared__ thread_local  // all fibers share an OS thread
+#define threadIdx (emulator::current->index)
+#define blockIdx (emulator::block->index)
+#define gridDim (emulator::block->grid)
+
+using std::max;
+using std::min;
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint16_t to_bf16(float value) {  // round to nearest even
+  uint32_t const bits = bits_of(value);
+  return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+
+// What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it.
+struct CUtensorMap {
+  uint16_t const* base;
+  long rows, columns;
+  int box_rows, box_columns;
+};
+
+namespace emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+[[noreturn]] inline void fail(char const* what) {
+  std::fprintf(stderr, "emulator: %s\n", what);
+  std::exit(3);
+}
+inline void expect(bool condition, char const* what) {
+  if (!condition) fail(what);
+}
+
+struct Fiber {
+  Index index;
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 17);
+  bool done = false;
+};
+
+// Where the lanes of a warp meet: each leaves its operands, the last computes everybody's results.
+struct Meeting {
+  int instruction = 0, arrived = 0;
+  unsigned round = 0;
+  uint64_t in[32][8], out[32][8];
+};
+
+struct Block {
+  Index index, grid;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Meeting> warps;
+  int alive = 0, at_barrier = 0;
+  unsigned barrier_round = 0;
+  std::vector<std::function<void()>> copies;  // in flight
+};
+
+inline Fiber* current = nullptr;
+inline Block* block = nullptr;
+inline std::function<void()> kernel;
+inline ucontext_t scheduler;
+inline std::mt19937 random{1};
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+inline int lane() { return current->index.x % 32; }
+inline Meeting& warp() { return block->warps[current->index.x / 32]; }
+
+template <class Compute>
+void meet(int instruction, Compute compute) {
+  Meeting& meeting = warp();
+  if (meeting.arrived == 0) meeting.instruction = instruction;
+  expect(meeting.instruction == instruction, "a warp diverged at a warp-wide instruction");
+  unsigned const round = meeting.round;
+  if (++meeting.arrived == 32) {
+    compute(meeting);
+    meeting.arrived = 0;
+    ++meeting.round;
+  }
+  while (meeting.round == round) yield();
+}
+
+enum Instruction { kSyncWarp, kMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kShuffle };
+
+// ldmatrix.x4: lane 8 i + r brings the address of row r of matrix i; lane l receives two elements of each matrix, of
+// row l / 4 (transposed: of column l / 4).
+inline void load_matrices(void const* row, uint32_t (&out)[4], bool transposed) {
+  expect(reinterpret_cast<uintptr_t>(row) % 16 == 0, "ldmatrix of a misaligned row");
+  warp().in[lane()][0] = reinterpret_cast<uint64_t>(row);
+  meet(transposed ? kLoadMatrixTransposed : kLoadMatrix, [transposed](Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        m.out[lane][matrix] = 0;
+        for (int e = 0; e < 2; ++e) {
+          int const major = lane / 4, minor = 2 * (lane % 4) + e;
+          auto const* elements = reinterpret_cast<uint16_t const*>(m.in[8 * matrix + (transposed ? minor : major)][0]);
+          m.out[lane][matrix] |= uint64_t(elements[transposed ? major : minor]) << 16 * e;
+        }
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) out[i] = uint32_t(warp().out[lane()][i]);
+}
+
+// movmatrix.trans of an 8x8 matrix: lane l holds elements 2 (l % 4) + {0, 1} of row l / 4.
+inline uint32_t transpose_matrix(uint32_t source) {
+  warp().in[lane()][0] = source;
+  meet(kMoveMatrix, [](Meeting& m) {
+    auto const element = [&m](int row, int column) { return m.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    for (int lane = 0; lane < 32; ++lane) {
+      int const row = lane / 4, column = 2 * (lane % 4);
+      m.out[lane][0] = element(column, row) | element(column + 1, row) << 16;
+    }
+  });
+  return uint32_t(warp().out[lane()][0]);
+}
+
+// mma.sync.m16n8k16, BF16 to float32, with g = lane / 4 and t = lane % 4:
+// a[i]: row g + 8 (i % 2), k 2 t + 8 (i / 2) + {0, 1};  b[i]: k 2 t + 8 i + {0, 1}, column g;
+// c[i]: row g + 8 (i / 2), column 2 t + i % 2.
+inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+  uint64_t* in = warp().in[lane()];
+  for (int i = 0; i < 4; ++i) in[i] = a[i] | uint64_t(bits_of(c[i])) << 32;
+  for (int i = 0; i < 2; ++i) in[4 + i] = b[i];
+  meet(kMma, [](Meeting& m) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      int const g = lane / 4, t = lane % 4;
+      for (int e = 0; e < 2; ++e) {
+        for (int i = 0; i < 4; ++i) a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + e] = from_bf16(m.in[lane][i] >> 16 * e);
+        for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + e][g] = from_bf16(m.in[lane][4 + i] >> 16 * e);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        int const row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+        double sum = float_of(m.in[lane][i] >> 32);
+        for (int k = 0; k < 16; ++k) sum += double(a[row][k]) * b[k][column];
+        m.out[lane][i] = bits_of(float(sum));
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) c[i] = float_of(uint32_t(warp().out[lane()][i]));
+}
+
+// An mbarrier: a phase ends when all arrivals and all announced bytes are in.
+struct Barrier {
+  int expected = 0, pending = 0;
+  long bytes = 0;
+  unsigned phase = 0;
+
+  void arrive() {
+    expect(pending > 0, "more arrivals at a barrier than it was initialised for");
+    --pending;
+    advance();
+  }
+  void deliver(long count) {
+    bytes -= count;
+    advance();
+  }
+
+ private:
+  void advance() {
+    if (pending == 0 && bytes == 0) {
+      ++phase;
+      pending = expected;
+    }
+  }
+};
+
+// One box by TMA, 128-byte swizzle, zeros outside of the matrix.
+inline void copy_box(CUtensorMap const& map, Barrier* barrier, char* target, int column, int row) {
+  expect(reinterpret_cast<uintptr_t>(target) % 1024 == 0, "a swizzled box must start at a multiple of 1024 bytes");
+  int const bytes = map.box_rows * map.box_columns * 2;
+  std::fill_n(reinterpret_cast<uint16_t*>(target), bytes / 2, 0x7fc1);  // NaN
+  block->copies.push_back([=] {
+    for (int r = 0; r < map.box_rows; ++r) {
+      for (int c = 0; c < map.box_columns; ++c) {
+        bool const inside = row + r >= 0 && row + r < map.rows && column + c < map.columns;
+        uint16_t const value = inside ? map.base[(long(row) + r) * map.columns + column + c] : 0;
+        int const offset = (r * map.box_columns + c) * 2;
+        std::memcpy(target + (offset ^ (offset >> 7 & 7) << 4), &value, 2);
+      }
+    }
+    barrier->deliver(bytes);
+  });
+}
+
+inline void enter() {
+  kernel();
+  current->done = true;
+  --block->alive;
+  yield();
+}
+
+inline void run_block(int threads) {
+  block->warps = std::vector<Meeting>(threads / 32);
+  block->alive = threads;
+  for (int thread = 0; thread < threads; ++thread) {
+    auto fiber = std::make_unique<Fiber>();
+    fiber->index.x = thread;
+    getcontext(&fiber->context);
+    fiber->context.uc_stack = {fiber->stack.data(), 0, fiber->stack.size()};
+    fiber->context.uc_link = nullptr;
+    makecontext(&fiber->context, enter, 0);
+    block->fibers.push_back(std::move(fiber));
+  }
+  for (int turns = 0; block->alive > 0; ++turns) {
+    expect(turns < 1'000'000, "a block makes no progress");
+    int const warp = random() % (threads / 32);
+    for (int lane = 0; lane < 32; ++lane) {
+      current = block->fibers[32 * warp + lane].get();
+      if (!current->done) swapcontext(&scheduler, &current->context);
+    }
+    if (!block->copies.empty() && random() % 3 == 0) {
+      std::swap(block->copies[random() % block->copies.size()], block->copies.back());
+      auto const copy = block->copies.back();
+      block->copies.pop_back();
+      copy();
+    }
+  }
+  expect(block->copies.empty(), "a block ended before its copies arrived");
+}
+
+inline void launch(Index grid, int threads, std::function<void()> entry) {
+  std::vector<Index> order;
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+    order.push_back({i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y});
+  }
+  std::shuffle(order.begin(), order.end(), random);
+  kernel = std::move(entry);
+  for (Index const index : order) {
+    Block running;
+    running.index = index;
+    running.grid = grid;
+    block = &running;
+    run_block(threads);
+  }
+}
+
+}  // namespace emulator
+
+inline void __syncwarp() {
+  emulator::meet(emulator::kSyncWarp, [](emulator::Meeting&) {});
+}
+
+// Threads that have ended do not count, as on the device.
+inline void __syncthreads() {
+  auto* const block = emulator::block;
+  unsigned const round = block->barrier_round;
+  ++block->at_barrier;
+  while (block->barrier_round == round) {
+    if (block->at_barrier == block->alive) {
+      block->at_barrier = 0;
+      ++block->barrier_round;
+    } else {
+      emulator::yield();
+    }
+  }
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int distance) {
+  static_assert(sizeof(T) == 4);
+  std::memcpy(emulator::warp().in[emulator::lane()], &value, 4);
+  emulator::meet(emulator::kShuffle + distance, [distance](emulator::Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = m.in[lane ^ distance][0];
+  });
+  std::memcpy(&value, emulator::warp().out[emulator::lane()], 4);
+  return value;
+}
+
+namespace cutlass {
+struct bfloat16_t {
+  uint16_t storage;
+};
+namespace arch {
+struct ClusterBarrier {
+  emulator::Barrier* state;  // eight bytes, as on the device
+
+  void init(int arrivals) {
+    state = new emulator::Barrier;  // lives as long as the process: so do the tests
+    state->expected = state->pending = arrivals;
+  }
+  void arrive() const { state->arrive(); }
+};
+struct ClusterTransactionBarrier : ClusterBarrier {
+  void arrive_and_expect_tx(uint32_t bytes) const {
+    state->bytes += bytes;
+    state->arrive();
+  }
+};
+inline void fence_barrier_init() {}
+}  // namespace arch
+}  // namespace cutlass
+
+namespace cute {
+using uint128_t = unsigned __int128;
+namespace TMA {
+enum class CacheHintSm90 : uint64_t { EVICT_FIRST };
+}
+struct SM90_TMA_LOAD_2D {
+  static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row) {
+    emulator::copy_box(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
+                       static_cast<char*>(target), column, row);
+  }
+};
+struct SM75_U32x4_LDSM_N {
+  static void copy(uint128_t const& row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+    uint32_t words[4];
+    emulator::load_matrices(&row, words, false);
+    a = words[0], b = words[1], c = words[2], d = words[3];
+  }
+};
+struct SM75_U16x8_LDSM_T {
+  static void copy(uint128_t const& row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+    uint32_t words[4];
+    emulator::load_matrices(&row, words, true);
+    a = words[0], b = words[1], c = words[2], d = words[3];
+  }
+};
+struct SM75_U32x1_MOVM_T {
+  static void copy(uint32_t source, uint32_t& target) { target = emulator::transpose_matrix(source); }
+};
+struct SM80_16x8x16_F32BF16BF16F32_TN {
+  static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                  uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
+    float c[4] = {c0, c1, c2, c3};
+    emulator::multiply(c, {a0, a1, a2, a3}, {b0, b1});
+    d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
+  }
+};
+}  // namespace cute
+
+namespace futransformer {
+
+using bf16 = cutlass::bfloat16_t;
+
+inline thread_local __align__(1024) char dynamic_shared[227 * 1024];
+
+inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
+inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
+inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
+inline float exp2_flush(float x) {
+  float const power = std::exp2(x);
+  return power < 0x1p-126f ? 0.f : power;
+}
+inline int arrive(int* counter) { return (*counter)++; }
+inline void wait(cutlass::arch::ClusterBarrier const& barrier, uint32_t parity) {
+  while ((barrier.state->phase & 1) == parity) emulator::yield();
+}
+template <int Lanes>
+float sum_over_lanes(float value) {
+  for (int distance = Lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
+}  // namespace futransformer
