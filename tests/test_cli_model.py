@@ -1,0 +1,176 @@
+"""The commands run and perplexity, and what the package imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import futransformer
+from futransformer import small_model as small_model_module
+from futransformer.cli import main
+from futransformer.driver import hopper_problem
+from futransformer.model import Llama
+from futransformer.tokenizer import TextStream, Tokenizer
+
+Output = pytest.CaptureFixture[str]
+
+
+def run_json(capsys: Output, *arguments: object) -> dict[str, object]:
+    """Run a command that must succeed and parse what it prints."""
+    assert main([str(argument) for argument in arguments]) == 0
+    report: dict[str, object] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def failure(capsys: Output, *arguments: object) -> str:
+    """Run a command that must refuse with status 2 and one line; return the line."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+# The package
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, futransformer; print(futransformer.__version__, 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [futransformer.__version__, "False"]
+
+
+def test_the_package_offers_its_three_names() -> None:
+    assert futransformer.Llama is Llama
+    assert futransformer.load_config("smollm2-135m").num_hidden_layers == 30
+    assert futransformer.load_kernels.__module__ == "futransformer.library"
+    with pytest.raises(AttributeError, match="has no attribute 'Lama'"):
+        futransformer.Lama  # noqa: B018
+
+
+# run
+
+
+def test_run_streams_the_text_it_generates(tiny_base_model: Path, capsys: Output) -> None:
+    assert main(["run", str(tiny_base_model), "--prompt", "Hello", "--max-new-tokens", "9", "--reference"]) == 0
+    captured = capsys.readouterr()
+    tokenizer = Tokenizer(tiny_base_model)
+    model = Llama.from_pretrained(tiny_base_model, device="cpu")
+    (tokens,) = model.generate([tokenizer.encode("Hello")], 9)
+    stream = TextStream(tokenizer)
+    assert captured.out == "".join(stream.add(token) for token in tokens) + "\n"
+    assert "tiny-base on: CPU reference" in captured.err
+
+
+def test_run_reports_json(tiny_base_model: Path, capsys: Output) -> None:
+    report = run_json(
+        capsys, "run", tiny_base_model, "--prompt", "Hello", "--max-new-tokens", 9, "--reference", "--json"
+    )
+    tokens = report["tokens"]
+    assert isinstance(tokens, list)
+    assert report["prompt_tokens"] == 5
+    assert report["new_tokens"] == len(tokens)
+    assert report["text"] == Tokenizer(tiny_base_model).decode(tokens)
+    assert report["chat"] is False
+    assert str(report["backend"]).startswith("CPU reference")
+    assert report["stopped_by"] == ("eos" if tokens[-1] in (257, 10) else "max_new_tokens")
+
+
+def test_run_chats_where_there_is_a_template_and_not_where_told(tiny_model: Path, capsys: Output) -> None:
+    common = ("run", tiny_model, "--prompt", "Hello", "--max-new-tokens", 1, "--reference", "--json")
+    assert run_json(capsys, *common)["prompt_tokens"] == 6  # <s>Hello
+    assert run_json(capsys, *common, "--chat")["prompt_tokens"] == 6
+    assert run_json(capsys, *common, "--no-chat")["prompt_tokens"] == 5
+
+
+@pytest.mark.skipif(hopper_problem() is None, reason="this machine has a Hopper GPU")
+def test_run_says_that_the_reference_computes_without_a_gpu(tiny_base_model: Path, capsys: Output) -> None:
+    assert main(["run", str(tiny_base_model), "--prompt", "Hello", "--max-new-tokens", "1"]) == 0
+    assert "on: CPU reference" in capsys.readouterr().err
+
+
+def test_run_prepares_the_small_model_by_name(
+    tiny_base_model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(small_model_module, "prepare_small_model", lambda **_: tiny_base_model)
+    report = run_json(
+        capsys, "run", "smollm2-135m", "--prompt", "Hello", "--max-new-tokens", 1, "--reference", "--json"
+    )
+    assert report["model"] == "tiny-base"
+
+
+def test_run_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    run = ("run", tiny_base_model, "--reference", "--prompt")
+    assert "has no chat template" in failure(capsys, *run, "Hello", "--chat")
+    assert "--no-chat" in failure(capsys, *run, "Hello", "--chat")
+    assert "the prompt is empty" in failure(capsys, *run, "")
+    assert "--max-new-tokens must be at least 1" in failure(capsys, *run, "Hello", "--max-new-tokens", 0)
+    assert "max_position_embeddings" in failure(capsys, *run, "Hello" * 103)
+    assert "there is no folder" in failure(capsys, "run", tmp_path / "none", "--prompt", "Hello")
+    assert "smollm2-135m" in failure(capsys, "run", "llama-3.1-8b", "--prompt", "Hello")
+    assert "no tokenizer" in failure(capsys, "run", tmp_path, "--prompt", "Hello")
+
+
+def test_text_is_streamed_in_whole_characters(tiny_base_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_base_model)
+    tokens = tokenizer.encode("é€𝄞!")
+    assert len(tokens) == 10
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in tokens] == ["", "é", "", "", "€", "", "", "", "𝄞", "!"]
+    assert stream.text == "é€𝄞!"
+
+
+# perplexity
+
+
+def test_perplexity_prints_what_it_measured(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abc\r\n" * 20)
+    common = ("perplexity", tiny_base_model, "--text", text, "--context", 32, "--reference")
+    report = run_json(capsys, *common, "--json", "--nll", tmp_path / "nll.npy")
+    assert report["windows"] == 3
+    assert report["tokens_scored"] == 93
+    assert report["tokens_left_out"] == 4
+    assert (report["context"], report["stride"], report["bos"]) == (32, 32, "none added")
+    nll = np.load(tmp_path / "nll.npy")
+    assert nll.dtype == np.float32
+    assert nll.shape == (93,)
+    assert report["perplexity"] == pytest.approx(float(np.exp(nll.astype(np.float64).mean())))
+
+    assert main([str(argument) for argument in common]) == 0
+    captured = capsys.readouterr()
+    assert f"perplexity       {report['perplexity']:.4f}" in captured.out
+    assert "tokens scored    93" in captured.out
+    assert "3 of 3 windows" in captured.err
+
+
+def test_perplexity_through_decode_is_that_through_prefill(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output
+) -> None:
+    common = ("perplexity", tiny_base_model, "--context", 16, "--windows", 3, "--reference", "--json", "--nll")
+    prefill = run_json(capsys, *common, tmp_path / "prefill.npy")
+    decode = run_json(capsys, *common, tmp_path / "decode.npy", "--through", "decode", "--batch", 2)
+    assert (prefill["through"], decode["through"]) == ("prefill", "decode")
+    assert prefill["text"] == "sample.txt"
+    # the same float32 sums in another order may fall on the other side of a BF16 rounding: a few units of 2^-8
+    difference = np.abs(np.load(tmp_path / "prefill.npy") - np.load(tmp_path / "decode.npy"))
+    assert difference.max() < 0.1
+    assert difference.mean() < 0.01
+
+
+def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    perplexity = ("perplexity", tiny_base_model, "--reference")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short").write_text("a")
+    assert "there is no such file" in failure(capsys, *perplexity, "--text", tmp_path / "none")
+    assert "is not UTF-8" in failure(capsys, *perplexity, "--text", binary)
+    assert "the text has 1 tokens" in failure(capsys, *perplexity, "--text", tmp_path / "short")
+    assert "context of 1 scores nothing" in failure(capsys, *perplexity, "--context", 1)
+    assert "--batch must be at least 1" in failure(capsys, *perplexity, "--batch", 0)
+    assert "max_position_embeddings" in failure(capsys, *perplexity, "--context", 1024, "--windows", 1)
