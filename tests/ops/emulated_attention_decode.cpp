@@ -143,9 +143,9 @@ std::vector<uint16_t> check(Case const& problem) {
   double const worst = attention.worst_error();
   bool const counters_are_zero = *std::max_element(attention.arrivals.begin(), attention.arrivals.end()) == 0;
   bool const passed = worst <= 1 && counters_are_zero;
-  std::printf("kv_heads %d, group %d, head_dim %d, stages %d, pages_per_split %d: %.2f of the allowed error%s%s\n", KvHeads,
-              Group, HeadDim, Stages, problem.pages_per_split, worst, counters_are_zero ? "" : ", counters not zero",
-              passed ? "" : " FAILED");
+  std::printf("kv_heads %d, group %d, head_dim %d, stages %d, pages_per_split %d: %.2f of the allowed error%s%s\n",
+              KvHeads, Group, HeadDim, Stages, problem.pages_per_split, worst,
+              counters_are_zero ? "" : ", counters not zero", passed ? "" : " FAILED");
   failures += !passed;
   return attention.out;
 }

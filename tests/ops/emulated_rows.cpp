@@ -59,8 +59,8 @@ void check_gather() {
     for (int column = 0; column < Columns; ++column) {
       uint16_t const bits = gathered[row * Columns + column];
       sum += double(from_bf16(bits)) * from_bf16(bits);
-      expect(inside ? bits == elements[indices[row] * Columns + column] : std::isnan(from_bf16(bits)), "gather", Columns,
-             row);
+      bool const right = inside ? bits == elements[indices[row] * Columns + column] : std::isnan(from_bf16(bits));
+      expect(right, "gather", Columns, row);
     }
     expect(inside ? std::fabs(sumsq[row] - sum) <= 1e-6 * sum : std::isnan(sumsq[row]), "sum of squares", Columns, row);
   }

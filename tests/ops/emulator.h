@@ -153,7 +153,9 @@ inline void load_matrices(void const* row, uint32_t (&out)[4], bool transposed) 
 inline uint32_t transpose_matrix(uint32_t source) {
   warp().in[lane()][0] = source;
   meet(kMoveMatrix, [](Meeting& m) {
-    auto const element = [&m](int row, int column) { return m.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    auto const element = [&m](int row, int column) {
+      return m.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff;
+    };
     for (int lane = 0; lane < 32; ++lane) {
       int const row = lane / 4, column = 2 * (lane % 4);
       m.out[lane][0] = element(column, row) | element(column + 1, row) << 16;
@@ -346,6 +348,7 @@ using uint128_t = unsigned __int128;
 namespace TMA {
 enum class CacheHintSm90 : uint64_t { EVICT_FIRST };
 }
+inline void prefetch_tma_descriptor(CUtensorMap const*) {}
 struct SM90_TMA_LOAD_2D {
   static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row) {
     emulator::copy_box(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),

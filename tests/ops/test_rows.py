@@ -44,7 +44,7 @@ def check_gather(ops: Ops, hidden_size: int, rows: int) -> None:
     inside = (indices >= 0) & (indices < table_rows)
     assert torch.equal(x[inside], table[indices[inside].long()])
     exact = x.double().square().sum(1, keepdim=True)
-    assert torch.all((sumsq - exact).abs()[inside] <= 1e-6 * exact[inside])
+    assert torch.all((sumsq - exact).abs()[inside] <= 2e-6 * exact[inside])
     assert x[~inside].isnan().all()
     assert sumsq[~inside].isnan().all()
     again = ops.gather_rows(table, indices)

@@ -69,10 +69,10 @@ CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t
 
 template <int KvHeads, int Group, int HeadDim, int PageSize, int Stages>
 struct AttentionDecode {
-  static constexpr int kTokens = 16;                 // of one warp and page: M of S, K of O^T
-  static constexpr int kHeadTiles = (Group + 7) / 8;  // N of both products
-  static constexpr int kSteps = HeadDim / 16;        // K of S, M of O^T
-  static constexpr int kConsumers = PageSize / kTokens;
+  static constexpr int kTokens = 16;                     // of one warp and page: M of S, K of O^T
+  static constexpr int kHeadTiles = (Group + 7) / 8;     // N of both products
+  static constexpr int kSteps = HeadDim / 16;            // K of S, M of O^T
+  static constexpr int kConsumers = PageSize / kTokens;  // warps
   static constexpr int kThreads = 32 * (kConsumers + 1);
   static constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
   static constexpr int kBoxBytes = PageSize * kBoxColumns * 2;
@@ -146,6 +146,11 @@ struct AttentionDecode {
     extern __shared__ __align__(1024) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
+    if (threadIdx.x == kThreads - 1) {
+      cute::prefetch_tma_descriptor(args.k_pages);
+      cute::prefetch_tma_descriptor(args.v_pages);
+    }
+
     Work work;
     work.split = blockIdx.x;
     work.head = blockIdx.y;
@@ -195,6 +200,7 @@ struct AttentionDecode {
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
+      // Fits: 2^31 rows of at least 128 bytes are more memory than there is.
       int const row = (table[page] * KvHeads + work.head) * PageSize;
       if (turn > 0) wait(shared.empty[stage], (turn - 1) & 1);
       auto& full = shared.full[stage];
@@ -368,16 +374,17 @@ struct AttentionDecode {
 
   // Combine the warps; then, where the sequence has several splits, let the last block to arrive combine those.
   CUTLASS_DEVICE static void finish(Arguments const& args, Work const& work, Shared& shared) {
-    float4* partial_out = reinterpret_cast<float4*>(args.partial_out) + work.sequence_head() * gridDim.x * Group * kQuads;
-    float2* partial_max_sum = reinterpret_cast<float2*>(args.partial_max_sum) + work.sequence_head() * gridDim.x * Group;
+    size_t const first_row = work.sequence_head() * gridDim.x * Group;  // of the sequence's partial results
+    float4* partial_out = reinterpret_cast<float4*>(args.partial_out) + first_row * kQuads;
+    float2* partial_max_sum = reinterpret_cast<float2*>(args.partial_max_sum) + first_row;
 
     for (int item = threadIdx.x; item < Group * kQuads; item += kThreads) {
       int const head = item / kQuads;
       int const quad = item % kQuads;
       WarpResults const& warps = shared.warps;
+      float4 const* out = reinterpret_cast<float4 const*>(&warps.out[0][head][4 * quad]);
       PartialAttention const total =
-          combine(kConsumers, &warps.max_sum[0][head], Group,
-                  reinterpret_cast<float4 const*>(&warps.out[0][head][4 * quad]), sizeof(warps.out[0]) / sizeof(float4));
+          combine(kConsumers, &warps.max_sum[0][head], Group, out, sizeof(warps.out[0]) / sizeof(float4));
       if (work.splits == 1) {
         store(args, work, item, total);
       } else {
