@@ -95,14 +95,14 @@ class ReferenceOps:
         max_seqlen_q: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See Ops.attention_prefill."""
+        """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros."""
         out = torch.empty_like(q, dtype=self.dtype) if out is None else out
         offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
         for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
-            if start == stop:
-                continue
+            seeing = max(start, stop - length)
+            out[start:seeing] = 0
             k, v = (self._gather_pages(pages, block_table[sequence], length) for pages in (k_pages, v_pages))
-            for first in range(start, stop, QUERY_BLOCK):
+            for first in range(seeing, stop, QUERY_BLOCK):
                 last = min(first + QUERY_BLOCK, stop)
                 visible = length - (stop - last)
                 out[first:last] = self._attend(q[first:last], k[:, :visible], v[:, :visible])
@@ -176,7 +176,7 @@ class ReferenceOps:
         if queries > 1:
             future = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu_(length - queries + 1)
             scores.masked_fill_(future, -torch.inf)
-        p = torch.exp(scores - scores.amax(-1, keepdim=True))
+        p: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         total = p.sum(-1, keepdim=True)
         attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / total
         return attended.permute(2, 0, 1, 3).flatten(1).to(self.dtype)

@@ -211,7 +211,8 @@ class PagedBatch:
         """PyTorch's own attention, a sequence at a time, in float32."""
         outputs, start = [], 0
         for k, v, queries, length in zip(self.k, self.v, self.queries, self.lengths, strict=True):
-            q = self.q[start : start + queries].float().view(queries, HEADS.num_attention_heads, -1).transpose(0, 1)
+            shape = (queries, HEADS.num_attention_heads, HEADS.head_dim)
+            q = self.q[start : start + queries].float().view(shape).transpose(0, 1)
             mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
             attended = F.scaled_dot_product_attention(
                 q[None], k[None].float(), v[None].float(), attn_mask=mask, enable_gqa=True
@@ -238,6 +239,17 @@ def test_attention_decode_is_the_last_row_of_prefill() -> None:
     alive = PagedBatch([n for n in lengths if n], [1] * 5)
     alive.q = torch.cat([batch.q[:1], batch.q[2:]])
     assert_same(torch.cat([out[:1], out[2:]]), alive.torch_attention())
+
+
+def test_queries_that_see_no_key_give_zeros() -> None:
+    batch = PagedBatch([3, 0], [3, 0])
+    expected = batch.torch_attention()
+    batch.q = torch.cat([torch.full((2, HEADS.q_features), torch.nan), batch.q, batch.q[:1]])
+    batch.queries, batch.cu_seqlens_q = [5, 1], torch.tensor([0, 5, 6], dtype=torch.int32)
+    out = batch.prefill(EXACT)
+    assert (out[:2] == 0).all()
+    assert_same(out[2:5], expected)
+    assert (out[5] == 0).all()
 
 
 def test_attention_writes_into_out() -> None:
