@@ -37,12 +37,20 @@ def decode_gemm_spec(
 ) -> DecodeGemmSpec:
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
-    One row tile a block gives the most blocks (256 for the smallest projection of an 8B model), two of which share a
-    multiprocessor; six stages of 16 KB hold more than the 34-67 KB a multiprocessor must have in flight.
+    Two blocks share a multiprocessor, so that one's start and end hide behind the other's stream. Up to 16 sequences
+    the ring is 64 KB: 128 KB a multiprocessor in flight saturate the memory, and the rest is L1 for x. From 32 on the
+    blocks' reads of x outweigh the weights: two row tiles a block halve them where that leaves two blocks each, and
+    shorter stages keep the operands of a stage in registers. A short K is split over fewer warps.
     """
-    return DecodeGemmSpec(
-        op, precision.decode, n, k, batch_tile, row_tiles=1, warps=8, stages=6, stage_k=512, heads=heads
-    )
+    warps, row_tiles, stage_k, stages = 8, 1, 512, 4
+    if batch_tile == 32 and n // 32 >= 264 and n % 32 == 0:
+        row_tiles, stage_k = 2, 256
+    if batch_tile == 64:
+        stage_k, stages = 256, 6
+    if k < 2048:
+        warps, row_tiles, stage_k = 4, 1, 128 if batch_tile == 64 else 256
+        stages = min(6, max(2, -(-k // stage_k)))
+    return DecodeGemmSpec(op, precision.decode, n, k, batch_tile, row_tiles, warps, stages, stage_k, heads)
 
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:

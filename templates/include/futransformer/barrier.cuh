@@ -19,6 +19,7 @@ CUTLASS_DEVICE void wait(cutlass::arch::ClusterBarrier const& barrier, uint32_t 
 #else
   barrier.wait(parity);
 #endif
+  asm volatile("" ::: "memory");  // CUTLASS's wait does not tell the compiler that memory has changed
 }
 
 }  // namespace futransformer

@@ -129,7 +129,7 @@ struct DecodeGemm {
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
-      if (stage >= Stages) wait_for(shared.empty[cursor.slot], cursor.parity ^ 1);
+      if (stage >= Stages) wait(shared.empty[cursor.slot], cursor.parity ^ 1);
       int const begin = stage * kChunkBytes;
       int const bytes = kRowTileBytes - begin < kChunkBytes ? kRowTileBytes - begin : kChunkBytes;
       shared.full[cursor.slot].arrive_and_expect_tx(RowTiles * bytes);
@@ -145,6 +145,7 @@ struct DecodeGemm {
     int const warp_k = warp * kStepK;
     bf16 const* lane_x = x + size_t(ActivationFragment::sequence(lane)) * K + warp_k + ActivationFragment::k(lane);
     Cursor cursor;
+    int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage_k = 0; stage_k < K; stage_k += StageK, cursor.advance()) {
       // Activations first: their way from L2 is hidden behind the wait for the weights.
@@ -161,7 +162,12 @@ struct DecodeGemm {
           }
         }
       }
-      wait_for(shared.full[cursor.slot], cursor.parity);
+      wait(shared.full[cursor.slot], cursor.parity);
+      // Only now is the stage before given back: its products have been issued, so its loads have returned. Right behind
+      // the loads, an arrival overtakes those that still queue behind other warps' global loads, and the producer
+      // overwrites what they are about to read. Nobody waits for the last stages.
+      if (stage_k > 0 && lane == 0) shared.empty[read].arrive();
+      read = cursor.slot;
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         int const warp_step = step * Warps + warp;
@@ -169,8 +175,6 @@ struct DecodeGemm {
           multiply_step(shared.ring[cursor.slot], warp_step, lane, operand[step], sums);
         }
       }
-      __syncwarp();
-      if (lane == 0) shared.empty[cursor.slot].arrive();
     }
   }
 
@@ -240,12 +244,6 @@ struct DecodeGemm {
     Words words = {};
     if (present) words = *reinterpret_cast<Words const*>(source);
     return words;
-  }
-
-  // CUTLASS's wait does not tell the compiler that memory has changed, and the ring is read by ordinary loads.
-  CUTLASS_DEVICE static void wait_for(Barrier const& barrier, uint32_t parity) {
-    wait(barrier, parity);
-    asm volatile("" ::: "memory");
   }
 };
 
