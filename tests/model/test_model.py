@@ -374,3 +374,77 @@ def test_the_real_model_answers(small_model: Path, real_prompts: list[list[int]]
     (answer,) = model.generate(real_prompts[:1], 32)
     assert answer[-1] in model.config.eos_token_ids
     assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+# The real model on generated kernels
+
+
+@pytest.fixture(scope="module")
+def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
+    """The real model on the generated kernels."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    kernels = exports / "smollm2-135m" if exports else None
+    return Llama.from_pretrained(small_model, device="cuda", kernels=kernels, cache_tokens=4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_obey_the_two_times_rule(on_kernels: Llama, small_model: Path, real_prompts: list[list[int]]) -> None:
+    """Prefill in one go, in many passes, and token by token; prompts together."""
+    exact = load(small_model, cache_tokens=4096).prefill(real_prompts, rows="all")
+    same_type = load(small_model, torch.bfloat16, cache_tokens=4096).prefill(real_prompts, rows="all")
+    allowed = allowed_error(same_type, exact, get_precision("bf16"))
+    assert largest_error(on_kernels.prefill(real_prompts, rows="all").cpu(), exact) <= allowed
+
+    in_passes = Llama(on_kernels.config, on_kernels.ops, on_kernels.weights, on_kernels.cache, max_rows=13)
+    assert largest_error(in_passes.prefill(real_prompts, rows="all").cpu(), exact) <= allowed
+    in_passes.keep([])
+
+    starts = torch.tensor([0, *(len(prompt) for prompt in real_prompts)]).cumsum(0).tolist()[:-1]
+    on_kernels.start(len(real_prompts))
+    for step in range(min(len(prompt) for prompt in real_prompts)):
+        logits = on_kernels.decode([prompt[step] for prompt in real_prompts])
+        assert largest_error(logits.cpu(), exact[[start + step for start in starts]]) <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_read_no_unused_slot_and_give_the_same_bits(on_kernels: Llama, real_prompts: list[list[int]]) -> None:
+    on_kernels.cache.pool.zero_()
+    pages = on_kernels.cache.num_pages
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).tolist()
+    shuffled = KVCache(on_kernels.config, pages, device=on_kernels.ops.device, page_order=order)
+    shuffled.pool.fill_(torch.nan)
+    poisoned = Llama(on_kernels.config, on_kernels.ops, on_kernels.weights, shuffled)
+    assert torch.equal(on_kernels.prefill(real_prompts, rows="all"), poisoned.prefill(real_prompts, rows="all"))
+    for step in range(70):
+        tokens = [step * 7 + row for row in range(len(real_prompts))]
+        assert torch.equal(on_kernels.decode(tokens), poisoned.decode(tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_a_decode_step_on_kernels_does_not_synchronise(on_kernels: Llama, real_prompts: list[list[int]]) -> None:
+    tokens = on_kernels.ops.argmax(on_kernels.prefill(real_prompts))
+    on_kernels.decode(tokens)  # workspaces are allocated at the first step
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(70):  # far enough for new pages
+            tokens = on_kernels.ops.argmax(on_kernels.decode(tokens))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.shape == (len(real_prompts),)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_answer_alone_as_in_a_batch(
+    on_kernels: Llama, small_model: Path, real_prompts: list[list[int]]
+) -> None:
+    together = on_kernels.generate(real_prompts, 32)
+    assert "Paris" in Tokenizer(small_model).decode(together[0])
+    assert together[0][-1] in on_kernels.config.eos_token_ids
+    assert on_kernels.generate(real_prompts[:1], 32) == together[:1]
