@@ -28,11 +28,6 @@ class CachedSequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
 
-    @property
-    def room(self) -> int:
-        """Tokens that its pages can hold."""
-        return len(self.pages) * PAGE_SIZE
-
 
 def pages_for(tokens: int) -> int:
     """Pages that hold this many tokens of one sequence."""
