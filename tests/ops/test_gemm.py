@@ -13,6 +13,7 @@ from futransformer.generator.plan import projections
 from futransformer.generator.precision import BF16, get_precision
 from futransformer.generator.specs import GemmSpec, Tile
 from futransformer.library import KernelLibrary
+from futransformer.ops.interface import Phase, Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 
 MODELS = ("smollm2-135m", "llama-3.1-8b")
@@ -23,7 +24,7 @@ BF16_PRECISION = get_precision("bf16")
 class Problem:
     """Random inputs of one projection at ``rows`` rows, and the reference's answers to them."""
 
-    def __init__(self, ops: KernelLibrary, op: str, rows: int, phase: str = "prefill") -> None:
+    def __init__(self, ops: KernelLibrary, op: Projection, rows: int, phase: Phase = "prefill") -> None:
         config, device = ops.config, ops.device
         self.ops, self.op, self.rows, self.phase = ops, op, rows, phase
         generator = torch.Generator(device).manual_seed(rows * 131 + len(op))
@@ -34,7 +35,7 @@ class Problem:
         n, k = projections(config)[op]
         n = config.vocab_size if op == "lm_head" else n
         self.logical = normal(n, k, scale=k**-0.5)
-        self.weight = ops.pack(op, phase, self.logical)  # type: ignore[arg-type]
+        self.weight = ops.pack(op, phase, self.logical)
         self.x = normal(rows, k) * torch.linspace(0.1, 8, rows, device=device)[:, None].bfloat16()
         parts = self.x.float().square().view(rows, 8, -1).sum(-1)
         self.sumsq = torch.cat([parts, torch.zeros(rows, 3, device=device)], 1).contiguous()  # 11 parts
@@ -54,13 +55,12 @@ class Problem:
 
     def run(self, ops: KernelLibrary | ReferenceOps) -> list[Tensor]:
         """Every tensor that the projection writes."""
-        reference = isinstance(ops, ReferenceOps)
-        dtype = ops.dtype if reference else torch.bfloat16
-        weight = self.logical.float() if reference else self.weight
+        dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
+        weight = self.logical.float() if isinstance(ops, ReferenceOps) else self.weight
         phase = self.phase
         if self.op == "qkv":
             k_pages, v_pages = self.poisoned_pages(dtype)
-            q = ops.qkv(  # type: ignore[arg-type]
+            q = ops.qkv(
                 phase, self.x, self.sumsq, weight, self.rope_table, self.positions, self.slots, k_pages, v_pages
             )
             return [q, k_pages, v_pages]
@@ -108,7 +108,7 @@ def check_against_reference(problem: Problem, outputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("op", ["qkv", "o", "gate_up", "down", "lm_head"])
 @pytest.mark.parametrize("model", MODELS)
-def test_projection(gpu_ops: Callable[[str], KernelLibrary], model: str, op: str, rows: int) -> None:
+def test_projection(gpu_ops: Callable[[str], KernelLibrary], model: str, op: Projection, rows: int) -> None:
     problem = Problem(gpu_ops(model), op, rows)
     outputs = problem.run(problem.ops)
     check_against_reference(problem, outputs)
