@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from futransformer.driver import Argument, Kernel
+from futransformer.arguments import Argument
+from futransformer.driver import Kernel
 from futransformer.generator.specs import GemmSpec
 from futransformer.tma import tensor_map_2d
 
