@@ -118,8 +118,9 @@ def test_another_gpu_is_refused_by_name_and_capability(
 ) -> None:
     """sm_90a code runs on compute capability 9.0 alone: on neither an older nor a newer card."""
     pretend_gpu(monkeypatch, capability)
+    major, minor = capability
     with pytest.raises(
-        DeviceError, match=rf"no Hopper GPU: A GPU has compute capability {capability[0]}\.{capability[1]}; .*--reference"
+        DeviceError, match=rf"no Hopper GPU: A GPU has compute capability {major}\.{minor}; .*--reference"
     ):
         require_hopper()
 
