@@ -101,19 +101,15 @@ def test_rendering_does_not_depend_on_order_or_hashing() -> None:
 
 
 def misspelt(text: str) -> list[str]:
-    """The template with one more letter in one of its names, for each name that it reads."""
-    names = [
-        found
+    """The template with one more letter in one of the names that it reads, for each of them."""
+    attribute = r"(?<![\w\"'.])(?:spec|heads|tile|element|kernel|epilogue|param)\.\w+"
+    variable = r"(?<=\{\{ )\w+(?= \}\})"
+    ends = [
+        block.start() + name.end()
         for block in re.finditer(r"\{\{.*?\}\}|\{%.*?%\}", text, re.DOTALL)
-        for found in re.finditer(r"(?<![\w\"'.])(?:spec|heads|tile|element|kernel|epilogue|param)\.(\w+)", block[0])
-        for found in [(block.start() + found.start(1), block.start() + found.end(1))]
+        for name in re.finditer(f"{attribute}|{variable}", block[0])
     ]
-    names += [
-        (block.start() + found.start(), block.start() + found.end())
-        for block in re.finditer(r"\{\{.*?\}\}", text, re.DOTALL)
-        for found in re.finditer(r"(?<=\{\{ )\w+(?= \}\})", block[0])
-    ]
-    return [text[:end] + "x" + text[end:] for _, end in names]
+    return [text[:end] + "x" + text[end:] for end in ends]
 
 
 @pytest.mark.parametrize("template", ONE_OF_EACH_TEMPLATE)
