@@ -25,6 +25,7 @@
 
 #define CUTLASS_DEVICE inline
 #define CUTLASS_PRAGMA_UNROLL
+#define CUTLASS_PRAGMA_NO_UNROLL
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // all fibers share an OS thread
 #define threadIdx (emulator::current->index)

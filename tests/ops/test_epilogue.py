@@ -134,7 +134,7 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
     if problem.op in ("o", "down"):
         out = written["out"][: problem.rows].float()
         width = spec.block_rows if isinstance(spec, DecodeGemmSpec) else spec.tile.n
-        parts = torch.stack([part.square().sum(1) for part in out.split(width, 1)], 1)
+        parts = torch.stack([part.square().sum(1) for part in torch.split(out, width, 1)], 1)
         torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0)
         assert written["sumsq_out"][problem.rows :].isnan().all()
 
