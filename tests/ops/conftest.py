@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from futransformer.build.settings import BuildSettings
-from futransformer.build.toolchain import find_host_compiler
+from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.library import KernelLibrary, load_kernels
@@ -39,6 +39,26 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
         return load_kernels(model_config(name), folder=exports / name if exports else None)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def with_cute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that compiles a program of this folder for the host, with our headers and CuTe's own."""
+    settings = BuildSettings.from_environment()
+
+    @cache
+    def compiled(name: str) -> Path:
+        program = tmp_path_factory.mktemp("host") / name
+        toolkit = find_nvcc(settings).path.resolve().parent.parent / "include"
+        includes = [settings.include_dir, find_cutlass_include(settings), toolkit, toolkit / "cccl"]
+        options = [option for folder in includes for option in ("-isystem", str(folder))]
+        source = str(Path(__file__).parent / f"{name}.cpp")
+        command = [str(find_host_compiler(settings)), "-std=c++17", "-O1", *options, source, "-o", str(program)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return program
+
+    return compiled
 
 
 @pytest.fixture
