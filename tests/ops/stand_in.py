@@ -68,7 +68,6 @@ class StandInKernel:
             self._project_row(spec, x[row : row + 1], logical, **{**arguments, **by_row})
 
     def _project_row(self, spec: GemmSpec | DecodeGemmSpec, x: Tensor, logical: Tensor, **arguments: Any) -> None:
-        sumsq, out = arguments.get("sumsq"), arguments.get("out")
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
             arguments["q"].copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state))
