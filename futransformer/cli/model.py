@@ -111,6 +111,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
+    if args.nll is not None and not args.nll.absolute().parent.is_dir():
+        raise InputError(f"--nll {args.nll}: there is no folder {args.nll.parent}")
     text_name, text = _read_text(args.text)
     tokenizer = Tokenizer(_folder(args.model))
     tokens = tokenizer.encode(text)
