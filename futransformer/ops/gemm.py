@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from futransformer.driver import Argument, Kernel
+from futransformer.arguments import Argument
+from futransformer.driver import Kernel
 from futransformer.generator.specs import GemmSpec
+from futransformer.ops.validate import check_vector_arguments
 from futransformer.tma import tensor_map_2d
 
 
@@ -27,6 +29,7 @@ class PrefillGemm:
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
         """Run on x [m, k] (m >= 1); one block (or cluster) a multiprocessor walks the tiles."""
+        check_vector_arguments(self.spec.op, {"x": x, "weight": weight, **epilogue})
         tile, cluster_m = self.spec.tile, self.spec.cluster_m
         m = x.shape[0]
         tiles = -(-m // (tile.m * cluster_m)) * -(-self.spec.n // tile.n)

@@ -27,17 +27,6 @@ SPECS = kernel_specs(load_config("smollm2-135m"), "bf16")
 
 
 @pytest.fixture
-def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
-    """The environment of a machine with the pretended compiler and an empty cache."""
-    for name in ("CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME", "FUTRANSFORMER_DISABLE_JIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FUTRANSFORMER_NVCC", str(nvcc.path))
-    monkeypatch.setenv("NVCC_CCBIN", settings.host_compiler)
-    monkeypatch.setenv("FUTRANSFORMER_CACHE", str(settings.cache_root))
-    return nvcc
-
-
-@pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with no tool chain, no torch and no GPU."""
     monkeypatch.setattr("futransformer.build.toolchain.pip_toolkits", lambda: ())
@@ -275,7 +264,7 @@ class Driver(ModuleType):
             "cuDriverGetVersion": lambda: (0, version),
             "cuDeviceGetCount": lambda: (0, 1),
             "cuDeviceGet": lambda ordinal: (0, ordinal),
-            "cuDeviceGetName": lambda length, device: (0, b"A GPU".ljust(length, b"\0")),
+            "cuDeviceGetName": lambda length, device: (0, b"A GPU\0 \0 left over".ljust(length, b"\0")),
             "cuDeviceGetAttribute": lambda attribute, device: (0, capability[attribute]),
             "cuDeviceTotalMem": lambda device: (0, 141_000_000_000),
         }

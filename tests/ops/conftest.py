@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from futransformer.build.settings import BuildSettings
-from futransformer.build.toolchain import find_host_compiler
+from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.library import KernelLibrary, load_kernels
@@ -41,25 +41,51 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
     return load
 
 
+@pytest.fixture(scope="session")
+def with_cute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that compiles a program of this folder for the host, with our headers and CuTe's own."""
+    settings = BuildSettings.from_environment()
+
+    @cache
+    def compiled(name: str) -> Path:
+        program = tmp_path_factory.mktemp("host") / name
+        toolkit = find_nvcc(settings).path.resolve().parent.parent / "include"
+        includes = [settings.include_dir, find_cutlass_include(settings), toolkit, toolkit / "cccl"]
+        options = [option for folder in includes for option in ("-isystem", str(folder))]
+        source = str(Path(__file__).parent / f"{name}.cpp")
+        command = [str(find_host_compiler(settings)), "-std=c++17", "-O1", *options, source, "-o", str(program)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return program
+
+    return compiled
+
+
 @pytest.fixture
-def emulate(tmp_path: Path) -> Callable[[str], str]:
+def emulate(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
 
-    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces.
+    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``source`` gives
+    another program's text, and ``runs`` the arguments of each of its runs.
     """
     folder, settings = Path(__file__).parent, BuildSettings.from_environment()
 
-    def run(kernel: str) -> str:
-        source = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
-        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", source, flags=re.MULTILINE))
+    def run(kernel: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
+        header = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
+        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", header, flags=re.MULTILINE))
+        text = source or (folder / f"emulated_{kernel}.cpp").read_text()
+        (tmp_path / f"{kernel}.cpp").write_text(text)
         program = tmp_path / kernel
         options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
-        sources = ["-I", str(tmp_path), str(folder / f"emulated_{kernel}.cpp"), "-o", str(program)]
+        sources = ["-I", str(tmp_path), str(tmp_path / f"{kernel}.cpp"), "-o", str(program)]
         compiler = str(find_host_compiler(settings))
         compiled = subprocess.run([compiler, *options, *sources], capture_output=True, text=True, check=False)
         assert compiled.returncode == 0, compiled.stderr
-        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        return ran.stdout
+        printed = ""
+        for arguments in runs:
+            ran = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            printed += ran.stdout
+        return printed
 
     return run
