@@ -42,11 +42,11 @@ def write(results: Path, docs: Path) -> Path:
     body = render(contents)
     page = docs / PAGE
     before = page.read_text().split(MARKER)[0].rstrip() if page.exists() else INTRODUCTION.rstrip()
-    drawn = [content for content in contents if rivals_of(content["rows"])]
+    drawn = [content for content in contents if has_plot(content)]
     from futransformer.bench import plots  # noqa: PLC0415 - it says what to install when matplotlib is missing
 
-    (docs / PLOTS).mkdir(parents=True, exist_ok=True)
     for content in drawn:
+        (docs / PLOTS).mkdir(parents=True, exist_ok=True)
         plots.draw(content, docs / PLOTS / f"{content['subject']}.svg")
     page.write_text(f"{before}\n\n{MARKER}\n\n{body}")
     return page
@@ -89,7 +89,7 @@ def section(content: dict[str, Any]) -> str:
     subject, rows = content["subject"], content["rows"]
     lines = [f"## {TITLES.get(subject, subject)}", "", provenance(content), ""]
     lines += accuracy_table(rows) if subject == "accuracy" else timing_table(subject, rows)
-    if rivals_of(rows) and subject != "accuracy":
+    if has_plot(content):
         lines += ["", f"![{TITLES.get(subject, subject)}: ours beside the rivals]({PLOTS}/{subject}.svg)"]
     if content.get("notes"):
         lines += ["", *(f"- {note}" for note in content["notes"])]
@@ -116,6 +116,11 @@ def provenance(content: dict[str, Any]) -> str:
 def rivals_of(rows: Sequence[Row]) -> list[str]:
     """The rivals of any row, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in rows for name in row.get("rivals", {})))
+
+
+def has_plot(content: dict[str, Any]) -> bool:
+    """Whether there is anything to compare in a picture: speeds of ours and of rivals."""
+    return content["subject"] != "accuracy" and bool(rivals_of(content["rows"]))
 
 
 def timing_table(subject: str, rows: Sequence[Row]) -> list[str]:

@@ -109,7 +109,7 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
 
     monkeypatch.setattr(graphs, "captured", looped)
     monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
-    monkeypatch.setattr(torch_bf16, "compiled", lambda function, *, tuned=False: function)
+    monkeypatch.setattr(torch_bf16, "compiled", lambda function: function)
     monkeypatch.setattr(torch_bf16, "fastest_backend", lambda *_: "flash")
     torch.manual_seed(0)
     return CpuBench()

@@ -59,7 +59,8 @@ LOAD = {
 def folder(tmp_path: Path) -> Path:
     results = tmp_path / "results"
     results.mkdir()
-    for content in (LOAD, DECODE):
+    accuracy = {**LOAD, "subject": "accuracy", "rows": [{"case": "p", "ours": 1, "unit": "x", "rivals": {"a": 2}}]}
+    for content in (LOAD, DECODE, accuracy):
         (results / f"{content['subject']}.json").write_text(json.dumps(content))
     return results
 
@@ -83,6 +84,7 @@ def test_the_committed_results_can_be_told() -> None:
     text = report.render(report.read(committed))
     assert "## Accuracy on a real model" in text
     assert "perplexity/smollm2-135m/bf16/through=prefill/ctx=1024/windows=296" in text
+    assert "accuracy.svg" not in text  # perplexities are no speeds
 
 
 def test_what_people_wrote_stays(folder: Path, tmp_path: Path) -> None:

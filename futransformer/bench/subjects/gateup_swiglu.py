@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Problem
+from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Problem, RivalMissingError
 from futransformer.bench.rivals import coda, quack, torch_bf16
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import gemm_work
 from futransformer.bench.subjects.projection import ProjectionInputs
 
 ROWS = (2048, 8192, 16384)
+CODA_ROWS = 8192
 DEFAULT = {("8b", 2048), ("8b", 8192), ("8b", 16384), ("70b", 8192)}
 
 
@@ -42,7 +43,7 @@ def open_case(shape: str, rows: int, bench: Bench) -> Problem:
         return Contender(run=call, outputs=lambda: [call()])  # type: ignore[list-item]
 
     def compiled_torch() -> Contender:
-        function = torch_bf16.compiled(torch_bf16.gated_product, tuned=bench.tuned)
+        function = torch_bf16.compiled(torch_bf16.gated_product)
         return contender(lambda: function(normalised, inputs.natural))
 
     def quack_gated(store_preact: bool) -> Contender:
@@ -50,6 +51,8 @@ def open_case(shape: str, rows: int, bench: Bench) -> Problem:
         return contender(quack.gated_product(normalised, weight, store_preact=store_preact, tuned=bench.tuned))
 
     def coda_gated() -> Contender:
+        if rows != CODA_ROWS or not bench.tuned:
+            raise RivalMissingError(f"it tunes itself over 150 kernels, which is done at {CODA_ROWS} rows only")
         return contender(coda.gated_product(normalised, quack.interleaved(inputs.natural)))
 
     return Problem(

@@ -21,7 +21,7 @@ from futransformer.ops.interface import Projection
 
 COMPUTE_ROWS = 1024
 ROWS = (16, 64, 256, 512, 2048, 8192, 16384)
-DEFAULT_ROWS = {"8b": (16, 64, 256, 2048, 8192), "70b": (8192,)}
+DEFAULT_ROWS = (16, 64, 256, 2048, 8192)
 
 
 def cases() -> Sequence[Case]:
@@ -32,7 +32,7 @@ def cases() -> Sequence[Case]:
             "TFLOP/s",
             COMPUTE_BOUND if rows >= COMPUTE_ROWS else MEMORY_BOUND,
             partial(open_case, shape, op, rows),
-            default=rows in DEFAULT_ROWS[shape],
+            default=shape == "8b" and rows in DEFAULT_ROWS,
         )
         for shape in ("8b", "70b")
         for rows in ROWS
