@@ -27,9 +27,9 @@ ROTATION_BYTES = 2 << 30
 MAX_SETS = 64
 
 
-def sets_for(bytes_each: float, *, least: int = 2) -> int:
-    """How many distinct sets make a rotation cold."""
-    return max(least, min(MAX_SETS, -int(-ROTATION_BYTES // bytes_each)))
+def sets_for(bytes_each: float) -> int:
+    """How many distinct sets make a rotation cold; a set that fills it alone is cold by itself."""
+    return max(1, min(MAX_SETS, -int(-ROTATION_BYTES // bytes_each)))
 
 
 def random_tensor(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:

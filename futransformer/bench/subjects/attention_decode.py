@@ -49,7 +49,7 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
     work = decode_attention_work(config, batch, context)
     floor = work.floor_seconds(bench.ceilings)
     paging = Paging(batch, context, device)
-    caches = [paging.cache(config) for _ in range(sets_for(work.bytes, least=1))]
+    caches = [paging.cache(config) for _ in range(sets_for(work.bytes))]
     q = random_tensor(batch, config.num_attention_heads, config.head_dim, device=device)
     paired = to_pair_order(q, config.head_dim).flatten(1)
     rows = paging.decode_pass()

@@ -27,6 +27,7 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import decode_block_work, shape_config
 from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Ops
 from futransformer.reference import ReferenceOps, row_sumsq
 
@@ -86,14 +87,23 @@ class DecodeInputs:
             x = call(x, layer, cache)
         return x
 
+    def poison(self, layers: int) -> None:
+        """Put NaN where the new tokens' K and V belong: only what a call stores can make its result finite."""
+        slots = self.rows.slots
+        for cache in self.caches[:layers]:
+            for pages in (cache.k_pages, cache.v_pages):
+                pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] = torch.nan
+
     def reference_walk(self, dtype: torch.dtype, x: Tensor, layers: int) -> tuple[Tensor, Tensor]:
-        """The first ``layers`` layers by the reference, on copies of their pages."""
+        """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
+
+        It stores the new tokens' K and V there, rounded to BF16, as every call does.
+        """
         ops = ReferenceOps(self.config, device=self.device, dtype=dtype)
         x, sumsq = x.to(dtype, copy=True), row_sumsq(x)
         for layer, cache in zip(self.layers[:layers], self.caches[:layers], strict=True):
-            pages = (cache.k_pages.to(dtype, copy=True), cache.v_pages.to(dtype, copy=True))
             weights = layer.packed(self.config, ops, "decode")
-            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, *pages)
+            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
         return x, sumsq
 
 
@@ -114,6 +124,7 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
         cache = inputs.caches[0]
         pages = cache.k_pages, cache.v_pages
         x = inputs.x.clone()
+        inputs.poison(1)
         return [llama_block(ops, packed[0], x, inputs.sumsq, inputs.rows, inputs.rope_table, *pages)[0]]
 
     def expected() -> Sequence[Expected]:
