@@ -83,10 +83,11 @@ class Outcome:
 
 
 def select(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
-    """The default cases, or all whose name contains one of the patterns (``*`` stands for anything)."""
+    """The default cases, or all whose name has one of the patterns among its parts: whole parts, ``*`` for anything."""
     if not patterns:
         return [case for case in cases if case.default]
-    chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.name, f"*{pattern}*") for pattern in patterns)]
+    wanted = [f"*/{pattern.strip('/')}/*" for pattern in patterns]
+    chosen = [case for case in cases if any(fnmatch.fnmatchcase(f"/{case.name}/", pattern) for pattern in wanted)]
     if not chosen:
         raise InputError(f"--only {' '.join(patterns)} matches no case of this subject; one is {cases[0].name}")
     return chosen

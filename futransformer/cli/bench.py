@@ -33,7 +33,13 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument(
         "subjects", nargs="+", metavar="SUBJECT", help="what to measure, or: all; accuracy; report; list (the cases)"
     )
-    bench.add_argument("--only", action="append", default=[], metavar="PATTERN", help="cases whose names contain this")
+    bench.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="cases with these parts in their names, such as 8b/*/M=16",
+    )
     bench.add_argument(
         "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="budget a subject (default: 240)"
     )
