@@ -100,9 +100,10 @@ def run_cases(
     *,
     seconds: float,
     say: Say,
+    save: Callable[[Outcome], None] = lambda _: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Run the cases in order within ``seconds``."""
+    """Run the cases in order within ``seconds``; ``save`` hears after each, so that a killed run keeps what it had."""
     outcome = Outcome()
     end = now() + seconds
     for index, case in enumerate(cases):
@@ -122,6 +123,8 @@ def run_cases(
             outcome.notes.append(f"{case.name}: failed: {_first_line(error)}")
             say(outcome.notes[-1])
         _free(bench.device)
+        save(outcome)
+        say(f"[{index + 1} of {len(cases)} took {now() - start:.1f} s]")
     return outcome
 
 

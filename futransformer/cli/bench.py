@@ -120,20 +120,28 @@ def _measure(args: argparse.Namespace) -> int:
     harness = _harness()
     ceilings = None if on_host else _ceilings(harness, device)
     bench = runner.Bench(device, ceilings, kernels=args.kernels, tuned=not args.quick_rivals)
+    folder = args.output or results.default_folder()
     contents: list[dict[str, Any]] = []
     failed = False
+
+    def content(subject: str, outcome: runner.Outcome) -> dict[str, Any]:
+        return results.document(subject, where, outcome.rows, ceilings=ceilings, notes=outcome.notes)
+
     with torch.no_grad():
         for subject, cases in chosen.items():
-            outcome = runner.run_cases(cases, bench, harness, seconds=args.seconds, say=_say)
+
+            def save(outcome: runner.Outcome, subject: str = subject) -> None:
+                results.write(folder, content(subject, outcome))
+
+            outcome = runner.run_cases(cases, bench, harness, seconds=args.seconds, say=_say, save=save)
             failed |= outcome.failed
-            content = results.document(subject, where, outcome.rows, ceilings=ceilings, notes=outcome.notes)
-            contents.append(content)
-            _say(f"wrote {results.write(args.output or results.default_folder(), content)}")
+            contents.append(content(subject, outcome))
+            _say(f"wrote {results.write(folder, contents[-1])}")
     if args.json:
         print(json.dumps(contents, indent=1))
     else:
-        for content in contents:
-            for row in content["rows"]:
+        for measured in contents:
+            for row in measured["rows"]:
                 print(runner.describe(row))
     return 1 if failed else 0
 

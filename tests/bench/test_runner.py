@@ -114,7 +114,10 @@ def test_a_case_that_fails_leaves_the_others_alone(harness: Harness, timed: Time
         raise InputError("no such page")
 
     good = case(timed("ours", 1e-3, outputs=[ANSWER]))
-    outcome = run([Case("gemm/bad", "us", MEMORY_BOUND, fails), good], harness)
+    saved: list[int] = []
+    cases = [Case("gemm/bad", "us", MEMORY_BOUND, fails), good]
+    outcome = run(cases, harness, save=lambda so_far: saved.append(len(so_far.rows)))
+    assert saved == [0, 1]
     assert outcome.failed
     assert outcome.notes == ["gemm/bad: failed: no such page"]
     assert len(outcome.rows) == 1
