@@ -6,7 +6,7 @@ serves every layer. The RMSNorms and their gains, RoPE, cache writes, SwiGLU and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -140,20 +140,23 @@ def prefill_block(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> Tensor:
-    """All prompts, x [T, H] concatenated; K and V are stored as [T, kv heads, D].
-
-    Prompts of one length attend as a batch; of several, one after the other, so that nobody computes padding.
-    """
+    """All prompts, x [T, H] concatenated; K and V are stored as [T, kv heads, D]."""
     q, k, v = project_qkv(x, block.qkv, block.gain, shape, cos[:, None], sin[:, None])
     k_cache.copy_(k)
     v_cache.copy_(v)
+    return finish_block(x, attend_prompts(q, k, v, lengths), block, shape)
+
+
+def attend_prompts(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Causal attention of all prompts.
+
+    Those of one length attend as a batch; of several, one after the other, so that nobody computes padding.
+    """
     if len(set(lengths)) == 1:
-        attended = causal_attention(q, k, v, len(lengths))
-    else:
-        each = list(lengths)
-        parts = zip(torch.split(q, each), torch.split(k, each), torch.split(v, each), strict=True)
-        attended = torch.cat([causal_attention(q_part, k_part, v_part, 1) for q_part, k_part, v_part in parts])
-    return finish_block(x, attended, block, shape)
+        return causal_attention(q, k, v, len(lengths))
+    each = list(lengths)
+    parts = zip(torch.split(q, each), torch.split(k, each), torch.split(v, each), strict=True)
+    return torch.cat([causal_attention(q_part, k_part, v_part, 1) for q_part, k_part, v_part in parts])
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
@@ -173,12 +176,9 @@ def with_backend(backend: str, function: Function) -> Function:
     return cast("Function", run)
 
 
-def fastest_backend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> str:
-    """Name the SDPA backend that is faster on the longest of these prompts; five runs of each tell."""
-    longest = max(lengths)
-    sequences = len(lengths) if len(set(lengths)) == 1 else 1
-    part = [tensor[: longest * sequences] for tensor in (q, k, v)]
-    seconds = {name: _seconds(with_backend(name, causal_attention), *part, sequences) for name in BACKENDS}
+def fastest_backend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> str:
+    """Name the SDPA backend that is faster on these prompts; one that fails on any of them is not."""
+    seconds = {name: _seconds(with_backend(name, attend_prompts), q, k, v, lengths) for name in BACKENDS}
     return min(seconds, key=lambda name: seconds[name])
 
 
