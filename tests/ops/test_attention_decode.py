@@ -144,7 +144,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 17, 33])
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 17, 33, 129])
 @pytest.mark.parametrize("model", MODELS)
 def test_ragged_batches(gpu_ops: GpuOps, model: str, batch: int) -> None:
     problem = on_gpu(gpu_ops, model, ragged(batch))
