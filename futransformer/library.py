@@ -7,6 +7,7 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import ArtifactError
+from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -49,13 +51,14 @@ class KernelLibrary:
         self.plan = plan
         self.device = device
 
+        @cache
         def kernel(spec: KernelSpec) -> Kernel:
             record = records[spec.name]
             return Kernel(spec, record, load_cubin(record), device)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
-            gemms["prefill", op] = PrefillGemm(kernel(plan.prefill[op]))
+            gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = GatherRows(kernel(plan.gather_rows))
@@ -136,7 +139,7 @@ class KernelLibrary:
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""
-        return self._projections.lm_head(phase, x, sumsq, weight, self.plan.prefill["lm_head"].n)
+        return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See Ops.argmax."""
