@@ -6,20 +6,17 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from futransformer.build.compile import BuildEvent, build_kernels
-from futransformer.build.export import load_exported
-from futransformer.build.manifest import KernelRecord, load_cubin
-from futransformer.build.settings import BuildSettings
+from futransformer.build.compile import BuildEvent
+from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.driver import Kernel, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import ArtifactError
 from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
@@ -42,10 +39,10 @@ class KernelLibrary:
         config: LlamaConfig,
         precision: Precision,
         plan: Plan,
-        records: Mapping[str, KernelRecord],
+        built: LoadedKernels,
         device: torch.device,
     ) -> None:
-        """Load the plan's kernels from their manifest records, by kernel name; every cubin's sha256 is checked."""
+        """Load the plan's kernels onto the device."""
         self.config = config
         self.precision = precision
         self.plan = plan
@@ -53,8 +50,7 @@ class KernelLibrary:
 
         @cache
         def kernel(spec: KernelSpec) -> Kernel:
-            record = records[spec.name]
-            return Kernel(spec, record, load_cubin(record), device)
+            return Kernel(spec, *built[spec.name], device)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
@@ -157,21 +153,12 @@ def load_kernels(
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
-    Raises DeviceError (no Hopper GPU), UnsupportedError (shape or precision), ArtifactError or BuildError.
+    Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
+    exported or cached), ToolchainError or BuildError.
     """
     device = require_hopper()
     row = get_precision(precision)
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     plan = make_plan(model, row)
-    if folder is not None:
-        records = {record.name: record for record in load_exported(folder).kernels}
-        missing = [spec.name for spec in plan.specs() if spec.name not in records]
-        if missing:
-            raise ArtifactError(
-                f"{folder}: lacks {len(missing)} of the {len(plan.specs())} kernels of {model.name}, "
-                f"first {missing[0]}; run: futransformer build {model.name} --output {folder}"
-            )
-    else:
-        settings = BuildSettings.from_environment()
-        records = {record.name: record for record in build_kernels(plan.specs(), settings=settings, progress=progress)}
-    return KernelLibrary(model, row, plan, records, device)
+    built = load_or_build(plan.specs(), folder=folder, progress=progress)
+    return KernelLibrary(model, row, plan, built, device)

@@ -17,7 +17,7 @@ BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies toget
 MAX_ROWS = 2**31 - 1  # the bucket of a prefill GEMM that serves any number of rows
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; launches read the card's own number
-_TABLE = Path(__file__).parent / "gemm_table.json"  # schedules measured on an H200
+TABLE = Path(__file__).parent / "gemm_table.json"  # schedules measured on an H200
 
 # Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
 _RING_BYTES = MAX_SHARED_BYTES - 1024
@@ -123,7 +123,7 @@ def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
 def _tuned_schedules() -> dict[tuple[str, str, int, int], dict[int, _Schedule]]:
     """The measured table: (op, element, n, k) -> bucket -> schedule."""
     table: dict[tuple[str, str, int, int], dict[int, _Schedule]] = {}
-    for row in json.loads(_TABLE.read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads(TABLE.read_text(encoding="utf-8"))["rows"]:
         table.setdefault((row["op"], row["element"], row["n"], row["k"]), {})[row["rows"] or MAX_ROWS] = _Schedule(
             tile=Tile(*row["tile"]),
             cluster_m=row["cluster"][0],

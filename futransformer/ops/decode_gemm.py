@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from futransformer.driver import Argument, Kernel
+from futransformer.arguments import Argument
+from futransformer.driver import Kernel
 from futransformer.generator.specs import DecodeGemmSpec
 from futransformer.ops.validate import check_aligned
 

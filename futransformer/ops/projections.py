@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from futransformer.driver import Argument
+from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE, Heads
 from futransformer.ops.interface import Phase, Projection

@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from futransformer.build.compile import build_kernels
-from futransformer.build.sass import count_instructions, occurrences
-from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.plan import make_plan
@@ -248,22 +245,6 @@ def test_argmax_names_wrong_arguments(logits: Tensor, message: str) -> None:
     with pytest.raises(InputError, match=f"argmax: {message}"):
         Argmax(kernel)(logits)  # type: ignore[arg-type]
     assert kernel.launches == []
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("model", MODELS)
-def test_kernels_compile_to_vector_loads(model: str) -> None:
-    """16-byte loads and stores, no access to local memory; the build itself refuses spills."""
-    settings = BuildSettings.from_environment()
-    plan = make_plan(load_config(model), "bf16")
-    gather, argmax = (build_kernels([spec], settings=settings)[0] for spec in (plan.gather_rows, plan.argmax))
-    counts = count_instructions(gather.cubin, settings)
-    assert occurrences(counts, "LDG.E.128") > 0
-    assert occurrences(counts, "STG.E.128") > 0
-    assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
-    counts = count_instructions(argmax.cubin, settings)
-    assert occurrences(counts, "LDG.E.128") > 0
-    assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
 
 
 @pytest.mark.compile
