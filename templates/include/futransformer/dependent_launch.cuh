@@ -15,7 +15,7 @@ namespace futransformer {
 CUTLASS_DEVICE void launch_dependents() { cutlass::arch::launch_dependent_grids(); }
 
 // From here on, what the kernels before this one wrote can be read, and what they read can be overwritten. Each thread
-// that does either has to wait; and some thread of every kernel must, for the kernel after it relies on the whole chain.
+// that does either has to wait; and some thread of every kernel must, for the kernel after it relies on all of them.
 CUTLASS_DEVICE void wait_for_previous_kernel() {
   cutlass::arch::wait_on_dependent_grids();
   asm volatile("" ::: "memory");  // CUTLASS's wait does not tell the compiler that memory has changed

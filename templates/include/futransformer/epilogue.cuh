@@ -10,10 +10,10 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
 // Loading apart from applying lets a caller ask for the operands of several steps before it needs the first; one that
-// has no use for that calls chain.apply(row, r, column, values), which does both. `valid` is false for rows past the end
-// of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend on
-// timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was still
-// running when this one started.
+// has no use for that calls chain.apply(row, r, column, values), which does both. `valid` is false for rows past the
+// end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
+// on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
+// still running when this one started.
 #pragma once
 
 #include "numeric.cuh"
@@ -59,6 +59,7 @@ struct RowScale : Operation {
     if (valid) {
       float const* const sums = sumsq + size_t(row) * parts;
       int const lane = threadIdx.x % Lanes;
+      // Not unrolled: beside 192 accumulators there is no room for more loads than one.
       if (parts % 4 == 0) {  // every row is aligned: a quarter of the loads, and of the waits for them
         CUTLASS_PRAGMA_NO_UNROLL
         for (int part = 4 * lane; part < parts; part += 4 * Lanes) {

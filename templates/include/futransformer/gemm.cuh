@@ -7,12 +7,12 @@
 //   cooperative   the consumers share a tile, each multiplying its rows of it: the largest tiles, the fewest bytes
 //   pingpong      each of the two consumers has tiles of its own, and one multiplies while the other ends its tile
 //
-// A cluster of two blocks shares tiles by multicast: stacked along M (ClusterM) they have one W tile, side by side along
-// N (ClusterN) one X tile. Or it splits K (Splits): both blocks compute the same tile, each over half of K, and swap
-// halves of their sums through distributed shared memory, so that a projection with few tiles fills the card.
+// A cluster of two blocks shares tiles by multicast: stacked along M they have one W tile, side by side along N one X
+// tile. Or it splits K: both blocks compute the same tile, each over half of K, and swap halves of their sums through
+// distributed shared memory, so that a projection with few tiles fills the card.
 //
-// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored. Every sum has
-// a fixed order, so results do not depend on timing.
+// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored. Every sum
+// has a fixed order, so results do not depend on timing.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -86,11 +86,11 @@ struct Gemm {
 
   struct Shared {
     Element *x, *w;
-    float* exchange;       // [kAccumulators / 2, kConsumerThreads]
-    Full *full;            // [Stages] a stage's bytes have arrived
-    Empty *empty;          // [Stages] all consumers of all sharing blocks are done with it
-    Full *exchange_full;   // the peer's sums have arrived
-    Empty *exchange_empty;  // the peer has read what it was sent
+    float* exchange;        // [kAccumulators / 2, kConsumerThreads]
+    Full* full;             // [Stages] a stage's bytes have arrived
+    Empty* empty;           // [Stages] all consumers of all sharing blocks are done with it
+    Full* exchange_full;    // the peer's sums have arrived
+    Empty* exchange_empty;  // the peer has read what it was sent
   };
 
   template <class Epilogue>
@@ -183,7 +183,7 @@ struct Gemm {
       }
     };
 
-    // The first stages are free, and the weights do not come from the previous kernel: ask for them before waiting for it.
+    // The first stages are free, and weights do not come from the previous kernel: they are asked for before the wait.
     constexpr int kFirst = Stages < kTilesK ? Stages : kTilesK;
     auto at = order(cluster());
     CUTLASS_PRAGMA_NO_UNROLL
@@ -319,7 +319,7 @@ struct Gemm {
   }
 
   // What the epilogue keeps for each row of a thread. A cooperative tile fetches it while its first products are under
-  // way; a pingpong tile row by row in its epilogue, which is hidden as a whole, and needs the registers.
+  // way, a pingpong tile when its last are: its end is hidden, and holding the values all along would cost registers.
   template <class Epilogue>
   using Rows = typename Epilogue::Row[kAtoms * kHalves];
 
@@ -358,10 +358,10 @@ struct Gemm {
     }
   }
 
-  // Hand the accumulators to the epilogue, eight output columns of a row at a time. W's rows were permuted so that 8 (16
-  // for SwiGLU) consecutive accumulators of a thread are eight consecutive output columns. What an operation reads from
-  // memory is asked for kAhead steps early, the first of it before `complete` waits for the sums: the end of a cooperative
-  // tile is not hidden by anything else.
+  // Hand the accumulators to the epilogue, eight output columns of a row at a time. W's rows were permuted so that 8
+  // (16 for SwiGLU) consecutive accumulators of a thread are eight consecutive output columns. What an operation reads
+  // from memory is asked for kAhead steps early, the first of it before `complete` waits for the sums: nothing else
+  // hides the end of a cooperative tile.
   template <class Epilogue, class Accumulators, class Complete>
   CUTLASS_DEVICE static void store(Epilogue const& epilogue, Rows<Epilogue>& rows, Accumulators const& accumulators,
                                    int row, int tile_n, int m, Complete const& complete) {

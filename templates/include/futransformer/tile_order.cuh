@@ -5,8 +5,8 @@
 
 namespace futransformer {
 
-// Tiles in groups of `Raster` along M, walked M-fastest: the tiles in flight at one time form a block of Raster rows, so
-// that they share tiles of X and of W in L2.
+// Tiles in groups of `Raster` along M, walked M-fastest: the tiles in flight at one time form a block of Raster rows,
+// so that they share tiles of X and of W in L2.
 template <int TilesN, int Raster>
 struct TileOrder {
   int tiles_m;
