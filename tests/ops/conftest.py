@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,24 +42,30 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
 
 
 @pytest.fixture
-def emulate(tmp_path: Path) -> Callable[[str], str]:
+def emulate(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
 
-    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces.
+    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``source`` gives
+    another program's text, and ``runs`` the arguments of each of its runs.
     """
     folder, settings = Path(__file__).parent, BuildSettings.from_environment()
 
-    def run(kernel: str) -> str:
-        source = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
-        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", source, flags=re.MULTILINE))
+    def run(kernel: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
+        header = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
+        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", header, flags=re.MULTILINE))
+        text = source or (folder / f"emulated_{kernel}.cpp").read_text()
+        (tmp_path / f"{kernel}.cpp").write_text(text)
         program = tmp_path / kernel
         options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
-        sources = ["-I", str(tmp_path), str(folder / f"emulated_{kernel}.cpp"), "-o", str(program)]
+        sources = ["-I", str(tmp_path), str(tmp_path / f"{kernel}.cpp"), "-o", str(program)]
         compiler = str(find_host_compiler(settings))
         compiled = subprocess.run([compiler, *options, *sources], capture_output=True, text=True, check=False)
         assert compiled.returncode == 0, compiled.stderr
-        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        return ran.stdout
+        printed = ""
+        for arguments in runs:
+            ran = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            printed += ran.stdout
+        return printed
 
     return run
