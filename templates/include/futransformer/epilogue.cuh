@@ -137,7 +137,7 @@ struct ScatterKv : Operation {
 
   static constexpr int kKvFeatures = KVHeads * HeadDim;
   struct Row {
-    int slot;  // a cache of 2^31 tokens would be terabytes
+    int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
 
   CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
@@ -145,7 +145,8 @@ struct ScatterKv : Operation {
 
   template <int Lanes>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    return {valid ? int(slots[row]) : -1};
+    long long const slot = valid ? slots[row] : -1;
+    return {slot < 0 ? -1 : int(slot)};
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
     if (column < QFeatures) {
