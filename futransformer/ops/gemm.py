@@ -9,6 +9,7 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.specs import GemmSpec
+from futransformer.ops.validate import check_vector_arguments
 from futransformer.tma import tensor_map_2d
 
 
@@ -39,6 +40,7 @@ class PrefillGemm:
         """Run on x [m, k] (m >= 1): as many clusters as the card holds at a time walk the tiles."""
         m = x.shape[0]
         kernel, spec = self._choose(m)
+        check_vector_arguments(spec.op, {"x": x, "weight": weight, **epilogue})
         tile, blocks = spec.tile, spec.cluster_m * spec.cluster_n * spec.splits
         tiles = -(-m // (tile.m * spec.cluster_m)) * -(-spec.n // (tile.n * spec.cluster_n))
         clusters = min(tiles, kernel.sm_count * spec.blocks_per_sm // blocks)
