@@ -21,7 +21,6 @@ from .specs import (
     DecodeGemmSpec,
     GatherRowsSpec,
     GemmSpec,
-    Heads,
     KernelSpec,
 )
 
@@ -52,7 +51,7 @@ class Plan:
 
 def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Rows and columns (N, K) of each projection's weight, as the kernels see it."""
-    heads = model_heads(config)
+    heads = config.heads
     return {
         "qkv": (heads.qkv_features, config.hidden_size),
         "o": (config.hidden_size, heads.q_features),
@@ -62,15 +61,10 @@ def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def model_heads(config: LlamaConfig) -> Heads:
-    """The model's attention geometry."""
-    return Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-
-
 def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
     """Choose every kernel; UnsupportedError says what cannot be served and what can."""
     row = get_precision(precision)
-    heads = model_heads(config)
+    heads = config.heads
     shapes = projections(config)
     return Plan(
         gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),

@@ -41,12 +41,12 @@ class AttentionPrefill:
         sees no key (seqlens_k below the sequence's queries) gives zeros.
         """
         op, heads, device = "attention_prefill", self.spec.heads, self.kernel.device
-        sequences = block_table.shape[0] if block_table.dim() else 0
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
         pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
         check_tensor(op, "k_pages", k_pages, pages_shape, torch.bfloat16, device)
         check_tensor(op, "v_pages", v_pages, tuple(k_pages.shape), torch.bfloat16, device)
         check_tensor(op, "block_table", block_table, (None, None), torch.int32, device)
+        sequences = block_table.shape[0]
         check_tensor(op, "cu_seqlens_q", cu_seqlens_q, (sequences + 1,), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
         if out is None:

@@ -17,6 +17,7 @@ from futransformer.driver import Kernel, hopper_problem, require_hopper
 from futransformer.generator.specs import KernelSpec
 from futransformer.library import KernelLibrary, load_kernels
 from tests.ops.models import TAILS_NAME, model_config
+from tests.ops.stand_in import with_poisoned_outputs
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +32,11 @@ def exports(request: pytest.FixtureRequest) -> Callable[[str], Path | None]:
 
 @pytest.fixture(scope="session")
 def gpu_ops(exports: Callable[[str], Path | None]) -> Callable[[str], KernelLibrary]:
-    """Return a function from a model's name to its kernel library."""
+    """Return a function from a model's name to its kernel library, whose outputs begin as NaN."""
 
     @cache
     def load(name: str) -> KernelLibrary:
-        return load_kernels(model_config(name), folder=exports(name))
+        return with_poisoned_outputs(load_kernels(model_config(name), folder=exports(name)))
 
     return load
 

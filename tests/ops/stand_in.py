@@ -110,4 +110,14 @@ def stand_in_library(
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     plan = make_plan(config, "bf16")
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
-    return KernelLibrary(config, get_precision("bf16"), plan, nothing_built, CPU)
+    return with_poisoned_outputs(KernelLibrary(config, get_precision("bf16"), plan, nothing_built, CPU))
+
+
+def with_poisoned_outputs(ops: KernelLibrary) -> KernelLibrary:
+    """Let every output that a projection allocates begin as NaN, so that what a kernel leaves out shows."""
+
+    def poisoned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows, columns), torch.nan, dtype=dtype, device=ops.device)
+
+    ops._projections._empty = poisoned  # type: ignore[method-assign]
+    return ops

@@ -18,7 +18,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.plan import make_plan, model_heads
+from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import BF16, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
 from futransformer.library import KernelLibrary
@@ -254,15 +254,13 @@ def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: s
 def test_reference(model: str) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
-    problem = Problem(
-        ReferenceOps(config), model_heads(config), [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)]
-    )
+    problem = Problem(ReferenceOps(config), config.heads, [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)])
     problem.check(problem.run())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
-    heads = Heads(32, 2, 64) if model == "group16" else model_heads(load_config(model))
+    heads = Heads(32, 2, 64) if model == "group16" else load_config(model).heads
     for tile_n, stages in ((128, 2), (64, 2), (64, 4)):
         spec = AttentionPrefillSpec(BF16, heads, tile_m=128, tile_n=tile_n, stages=stages)
         assert spec.shared_bytes == 256 * heads.head_dim + 4 * stages * tile_n * heads.head_dim + 8 + 32 * stages
@@ -351,6 +349,11 @@ def test_nothing_to_do_launches_nothing(recorded: RecordingKernel) -> None:
     [
         ({"q": torch.zeros(300, 512)}, r"q must be torch\.bfloat16"),
         ({"q": torch.zeros(300, 256, dtype=torch.bfloat16)}, r"q must have shape \[any, 512\]"),
+        ({"q": None}, "q must be a tensor, not NoneType"),
+        (
+            {"seqlens_k": torch.zeros(2, dtype=torch.int32, device="meta")},
+            "seqlens_k is on meta, the kernels are on cpu",
+        ),
         ({"q": torch.zeros(512, 300, dtype=torch.bfloat16).T}, "q must .*"),
         ({"k_pages": torch.zeros(6, 2, 32, 64, dtype=torch.bfloat16)}, "k_pages must have shape"),
         ({"v_pages": torch.zeros(7, 2, 64, 64, dtype=torch.bfloat16)}, "v_pages must have shape"),

@@ -332,6 +332,18 @@ def test_a_fault_is_noticed(tail_kernel: StandInKernel, fault: Callable[[dict[st
         check_tails(TAILS[0], kernel, tail_kernel.device, 129)
 
 
+def test_an_output_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty(StandInKernel):
+        def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+            kept = arguments["q"].clone() if "q" in arguments else None
+            super().launch(grid, **arguments)
+            if kept is not None:
+                arguments["q"][3, 64:72] = kept[3, 64:72]
+
+    with pytest.raises(AssertionError):
+        check_prefill(stand_in_library(MADE_UP["odd"], monkeypatch, Faulty), "qkv", 17)
+
+
 def test_a_difference_between_two_runs_is_noticed(tail_kernel: StandInKernel) -> None:
     launches: list[tuple[int, int, int]] = []
 

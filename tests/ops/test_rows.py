@@ -214,6 +214,8 @@ def test_nothing_to_do_launches_nothing() -> None:
         (torch.zeros(9, 32).bfloat16(), torch.zeros(2, dtype=torch.int32), r"table must have shape \[any, 64\]"),
         (torch.zeros(64, 9).bfloat16().T, torch.zeros(2, dtype=torch.int32), "table must be contiguous"),
         (torch.zeros(9, 64).bfloat16(), torch.zeros(2), r"indices must be torch\.int32"),
+        (torch.zeros(9, 64).bfloat16(), torch.zeros(2, dtype=torch.int32, device="meta"), "indices is on meta"),
+        (None, torch.zeros(2, dtype=torch.int32), "table must be a tensor, not NoneType"),
         (torch.zeros(9, 64).bfloat16(), torch.zeros(2, 2, dtype=torch.int32), r"indices must have shape \[any\]"),
         (
             torch.zeros(9 * 64 + 1).bfloat16()[1:].view(9, 64),
@@ -233,6 +235,8 @@ def test_gather_names_wrong_arguments(table: Tensor, indices: Tensor, message: s
     ("logits", "message"),
     [
         (torch.zeros(2, 100).bfloat16(), r"logits must be torch\.float32"),
+        (torch.zeros(2, 100, device="meta"), "logits is on meta"),
+        (None, "logits must be a tensor, not NoneType"),
         (torch.zeros(2, 99), r"logits must have shape \[any, 100\]"),
         (torch.zeros(100), r"logits must have shape \[any, 100\]"),
         (torch.zeros(100, 2).T, "logits must be contiguous"),
