@@ -7,6 +7,7 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from futransformer.build.compile import BuildEvent
 from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.driver import Kernel, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -46,12 +48,13 @@ class KernelLibrary:
         self.plan = plan
         self.device = device
 
+        @cache
         def kernel(spec: KernelSpec) -> Kernel:
             return Kernel(spec, *built[spec.name], device)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
-            gemms["prefill", op] = PrefillGemm(kernel(plan.prefill[op]))
+            gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = GatherRows(kernel(plan.gather_rows))
@@ -132,7 +135,7 @@ class KernelLibrary:
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""
-        return self._projections.lm_head(phase, x, sumsq, weight, self.plan.prefill["lm_head"].n)
+        return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See Ops.argmax."""

@@ -10,7 +10,7 @@ from .heuristics import (
     attention_decode_spec,
     attention_prefill_spec,
     decode_gemm_spec,
-    gemm_spec,
+    gemm_specs,
     padded_vocab,
 )
 from .precision import Precision, get_precision
@@ -27,10 +27,10 @@ from .specs import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Every kernel of one model and precision, by role: GEMMs by projection, those of decode also by batch tile."""
+    """Every kernel of a model and precision, by role: GEMMs by projection, then by the most rows that each serves."""
 
     gather_rows: GatherRowsSpec
-    prefill: dict[str, GemmSpec]
+    prefill: dict[str, dict[int, GemmSpec]]
     attention_prefill: AttentionPrefillSpec
     decode: dict[str, dict[int, DecodeGemmSpec]]
     attention_decode: AttentionDecodeSpec
@@ -38,14 +38,15 @@ class Plan:
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All kernels once, in the order in which a model meets them."""
-        return (
+        specs = (
             self.gather_rows,
-            *self.prefill.values(),
+            *(spec for by_rows in self.prefill.values() for spec in by_rows.values()),
             self.attention_prefill,
             *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
             self.attention_decode,
             self.argmax,
         )
+        return tuple(dict.fromkeys(specs))  # one kernel may serve several numbers of rows
 
 
 def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -67,7 +68,7 @@ def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
     shapes = projections(config)
     return Plan(
         gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),
-        prefill={op: gemm_spec(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
+        prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
             op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}

@@ -124,7 +124,13 @@ def test_build_prints_progress_and_a_table(
     assert [row.split()[0] for row in rows] == [spec.name for spec in SPECS]
     gemm = next(row.split() for row in rows if row.startswith("gemm_qkv"))
     spec = next(spec for spec in SPECS if spec.name == gemm[0])
-    assert gemm[1:6] == ["128x192x64", str(getattr(spec, "stages", None)), "10", str(spec.shared_bytes), "0"]
+    assert gemm[1:6] == [
+        str(getattr(spec, "tile", None)),
+        str(getattr(spec, "stages", None)),
+        "10",
+        str(spec.shared_bytes),
+        "0",
+    ]
     assert f"{len(SPECS)} kernels of smollm2-135m (bf16)" in summary
     assert f"{len(SPECS)} built" in summary
     assert {record.name for record in load_exported(tmp_path / "export").kernels} == {spec.name for spec in SPECS}

@@ -7,6 +7,7 @@ head_dim 128, two row tiles a block. All are compiled together, by as many compi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import pytest
 
@@ -15,20 +16,24 @@ from futransformer.build.manifest import KernelRecord
 from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import load_config
+from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.specs import GemmSpec, KernelSpec
 
+SomeSpec = TypeVar("SomeSpec", bound=KernelSpec)
+
 
 def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
-    """All of a plan but the decode GEMMs, of which each projection gives the next batch tile."""
-    by_op = list(plan.decode.values())
-    tiles = tuple(by_op[0])
-    decode = [by_batch[tiles[index % len(tiles)]] for index, by_batch in enumerate(by_op)]
+    """All of a plan but most GEMMs, of which each projection gives the next batch tile or number of rows."""
+
+    def in_turn(gemms: Mapping[str, Mapping[int, SomeSpec]]) -> list[SomeSpec]:
+        return [list(by_rows.values())[index % len(by_rows)] for index, by_rows in enumerate(gemms.values())]
+
     return (
         plan.gather_rows,
-        *plan.prefill.values(),
+        *in_turn(plan.prefill),
         plan.attention_prefill,
-        *decode,
+        *in_turn(plan.decode),
         plan.attention_decode,
         plan.argmax,
     )
@@ -38,7 +43,9 @@ SMALL = make_plan(load_config("smollm2-135m"), "bf16")
 LARGE = make_plan(load_config("llama-3.1-8b"), "bf16")
 CHOSEN = (
     *one_of_each(SMALL),
-    LARGE.prefill["gate_up"],
+    *LARGE.prefill["qkv"].values(),
+    *LARGE.prefill["gate_up"].values(),
+    LARGE.prefill["down"][MAX_ROWS],
     LARGE.attention_prefill,
     LARGE.decode["gate_up"][32],
     LARGE.attention_decode,
@@ -74,4 +81,7 @@ def test_every_kind_of_kernel_and_every_epilogue_is_among_them() -> None:
     assert kinds == {(spec.template, getattr(spec, "op", None)) for plan in (SMALL, LARGE) for spec in plan.specs()}
     tiles = {getattr(spec, "batch_tile", None) for spec in CHOSEN} - {None}
     assert tiles == set(SMALL.decode["o"])
-    assert {spec.cluster for spec in CHOSEN} >= {LARGE.prefill["gate_up"].cluster, (1, 1, 1)}
+    gemms = [spec for spec in CHOSEN if isinstance(spec, GemmSpec)]
+    assert {spec.schedule for spec in gemms} == {"cooperative", "pingpong"}
+    assert {spec.cluster for spec in gemms} == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    assert {spec.tile.m for spec in gemms} == {64, 128, 256}

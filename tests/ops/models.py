@@ -15,10 +15,10 @@ from futransformer.build.export import export
 from futransformer.build.manifest import ModelManifest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import gemm_spec
+from futransformer.generator.heuristics import gemm_specs
 from futransformer.generator.plan import kernel_specs
 from futransformer.generator.precision import get_precision
-from futransformer.generator.specs import GemmSpec, KernelSpec
+from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -44,12 +44,30 @@ MADE_UP: dict[str, LlamaConfig] = {
 MODELS = ("smollm2-135m", "llama-2-7b", "llama-3-70b", "llama-3.1-8b", "llama-3.2-3b", *MADE_UP)
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
-# is the last tile of N.
+# is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
+# K = 1000 gives each half eight steps, of K = 72 one.
 _BF16 = get_precision("bf16")
-TAILS: tuple[GemmSpec, ...] = (
-    gemm_spec("o", 416, 1000, _BF16),
-    gemm_spec("gate_up", 896, 72, _BF16),
-    gemm_spec("lm_head", 5312, 4112, _BF16),
+
+
+def _tail(op: str, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int, int], schedule: str) -> GemmSpec:
+    return GemmSpec(op, _BF16.prefill, n, k, Tile(*tile, 64), *cluster, stages=3, schedule=schedule, raster=2)
+
+
+TAILS: tuple[GemmSpec, ...] = tuple(
+    dict.fromkeys(
+        (
+            *gemm_specs("o", 416, 1000, _BF16).values(),
+            *gemm_specs("gate_up", 896, 72, _BF16).values(),
+            *gemm_specs("lm_head", 5312, 4112, _BF16).values(),
+            _tail("o", 416, 1000, (128, 160), (1, 2, 1), "pingpong"),
+            _tail("o", 416, 1000, (192, 128), (2, 1, 1), "pingpong"),
+            _tail("o", 416, 1000, (256, 160), (1, 2, 1), "cooperative"),
+            _tail("o", 416, 1000, (256, 96), (1, 1, 2), "cooperative"),
+            _tail("o", 416, 1000, (64, 64), (1, 1, 2), "cooperative"),
+            _tail("gate_up", 896, 72, (128, 192), (2, 1, 1), "pingpong"),
+            _tail("gate_up", 896, 72, (128, 128), (1, 1, 2), "cooperative"),
+        )
+    )
 )
 TAILS_NAME = "tails"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_spec
+from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_specs
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import get_precision
 from futransformer.generator.render import _environment
@@ -37,10 +37,10 @@ OPS_OF: dict[int, tuple[Projection, ...]] = {64: PROJECTIONS, 128: ("qkv",)}  # 
 
 
 def specs_of(phase: Phase, config: LlamaConfig, op: Projection) -> tuple[GemmSpec | DecodeGemmSpec, ...]:
-    """The kernels of one projection: one in prefill, one a batch tile in decode."""
+    """The kernels of one projection: by the number of rows in prefill, one a batch tile in decode."""
     (n, k), heads = projections(config)[op], config.heads if op == "qkv" else None
     if phase == "prefill":
-        return (gemm_spec(op, n, k, BF16, heads),)
+        return tuple(dict.fromkeys(gemm_specs(op, n, k, BF16, heads).values()))
     return tuple(decode_gemm_spec(op, n, k, batch, BF16, heads) for batch in BATCH_TILES)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.driver import Kernel
+from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
 from futransformer.generator.precision import get_precision
 from futransformer.generator.specs import GemmSpec, KernelSpec
 from futransformer.library import KernelLibrary
@@ -93,7 +94,7 @@ def check_attention(ops: KernelLibrary) -> None:
 def check_rows(ops: KernelLibrary) -> None:
     rows_tests.check_gather(ops, ops.config.hidden_size, 17)
     logits, expected = rows_tests.argmax_rows(ops.config.vocab_size, ops.device)
-    view = rows_tests.padded(logits, ops.plan.prefill["lm_head"].n, 0)
+    view = rows_tests.padded(logits, padded_vocab(ops.config.vocab_size), 0)
     assert ops.argmax(view).tolist() == expected
 
 
@@ -145,7 +146,7 @@ class TailProblem:
             outputs["out"] = poisoned(spec.n, torch.float32)
         weight = pack_prefill(cast(Projection, spec.op), self.logical)
         cut = {name: tensor[:rows] for name, tensor in outputs.items()}
-        PrefillGemm(kernel).launch(self.x, weight, **arguments, **cut)
+        PrefillGemm({MAX_ROWS: kernel}).launch(self.x, weight, **arguments, **cut)
         for name, tensor in outputs.items():
             assert tensor[rows:].isnan().all(), f"{name}: rows past the end were written"
         return cut
@@ -185,7 +186,7 @@ def check_tails(spec: GemmSpec, kernel: Kernel, device: torch.device, rows: int)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", TAIL_ROWS)
-@pytest.mark.parametrize("spec", TAILS, ids=lambda spec: spec.op)
+@pytest.mark.parametrize("spec", TAILS, ids=lambda spec: spec.name)
 def test_tails(gpu_kernel: GpuKernel, spec: GemmSpec, rows: int) -> None:
     kernel = gpu_kernel(spec)
     check_tails(spec, kernel, kernel.device, rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
-from futransformer.generator.plan import make_plan
+from futransformer.generator.plan import make_plan, projections
 from futransformer.ops.interface import Projection
 from futransformer.packing import pack_decode, pack_prefill, unpack_decode, unpack_prefill
 
@@ -84,11 +84,13 @@ def test_decode_order(op: Projection) -> None:
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
 def test_packed_shapes_are_what_the_kernels_read(model: str) -> None:
-    plan = make_plan(load_config(model), "bf16")
+    config = load_config(model)
+    plan = make_plan(config, "bf16")
     for op in OPS:
-        spec = plan.prefill[op]
-        logical = torch.empty(spec.n, spec.k, dtype=torch.bfloat16, device="meta")
-        assert pack_prefill(op, logical).shape == (spec.n, spec.k)
+        n, k = projections(config)[op]
+        logical = torch.empty(n, k, dtype=torch.bfloat16, device="meta")
+        for spec in plan.prefill[op].values():
+            assert pack_prefill(op, logical).shape == (spec.n, spec.k)
         for decode_spec in plan.decode[op].values():
             assert pack_decode(op, logical).shape == decode_spec.weight_shape
 
