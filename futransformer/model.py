@@ -315,6 +315,10 @@ class Llama:
         if not prompts:
             raise InputError("the batch is empty: give at least one prompt")
         for index, prompt in enumerate(prompts):
+            if isinstance(prompt, (str, int)):
+                raise InputError(
+                    f"prompt {index} is {prompt!r}, not a list of token ids, as futransformer.tokenizer.Tokenizer makes"
+                )
             if len(prompt) == 0:
                 raise InputError(f"prompt {index} is empty: give at least one token (the model's BOS, for example)")
             self._check_tokens(f"prompt {index}", prompt)

@@ -213,6 +213,8 @@ def ready(tiny_base_model: Path) -> Llama:
 BAD_PROMPTS = {
     "no prompt": ([], "batch is empty"),
     "an empty prompt": ([[1], []], "prompt 1 is empty"),
+    "text": (["Hello"], "prompt 0 is 'Hello', not a list of token ids.*Tokenizer"),
+    "one prompt, not a batch": ([1, 2, 3], "prompt 0 is 1, not a list of token ids"),
     "a token too large": ([[1], [5, 258]], "prompt 1: token 258 is outside the vocabulary of 258"),
     "a negative token": ([[-1]], "prompt 0: token -1 is outside"),
     "a prompt longer than the cache": ([[1] * 257], r"need 5 more pages.*KV cache's 4 \(256 tokens\)"),
@@ -223,6 +225,7 @@ BAD_PROMPTS = {
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
 def test_a_bad_batch_is_refused_and_the_model_goes_on(ready: Llama, case: str) -> None:
+    prompts: Any
     prompts, message = BAD_PROMPTS[case]
     good = make_prompts((20,))
     before = ready.prefill(good)
