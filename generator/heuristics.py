@@ -17,7 +17,9 @@ BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies toget
 MAX_ROWS = 2**31 - 1  # the bucket of a prefill GEMM that serves any number of rows
 
 _MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; launches read the card's own number
-TABLE = Path(__file__).parent / "gemm_table.json"  # schedules measured on an H200
+TABLE = (
+    Path(__file__).parent / "gemm_table.json"
+)  # schedules for an H200; docs/notebook/gemm.md says how they were chosen
 
 # Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
 _RING_BYTES = MAX_SHARED_BYTES - 1024
@@ -32,8 +34,8 @@ def gemm_specs(op: str, n: int, k: int, precision: Precision, heads: Heads | Non
     """The prefill GEMMs of one projection, by the largest number of rows that each serves.
 
     Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, and
-    as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above, the measured table
-    decides (gemm_table.json), and where it has no row for the shape, ``_large``.
+    as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above, ``_large``. A row
+    of gemm_table.json for the shape and number of rows comes before any rule.
     """
     tuned = _tuned_schedules().get((op, precision.prefill.name, n, k), {})
 
@@ -121,7 +123,7 @@ def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
 
 @lru_cache(maxsize=1)
 def _tuned_schedules() -> dict[tuple[str, str, int, int], dict[int, _Schedule]]:
-    """The measured table: (op, element, n, k) -> bucket -> schedule."""
+    """Read gemm_table.json: (op, element, n, k) -> bucket -> schedule."""
     table: dict[tuple[str, str, int, int], dict[int, _Schedule]] = {}
     for row in json.loads(TABLE.read_text(encoding="utf-8"))["rows"]:
         table.setdefault((row["op"], row["element"], row["n"], row["k"]), {})[row["rows"] or MAX_ROWS] = _Schedule(
