@@ -161,7 +161,7 @@ def decode_gemm_spec(
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:
     """128 queries by 128 keys (two pages): the FlashAttention-3 tile that fits two stages at head_dim 128."""
-    return AttentionPrefillSpec(precision.kv, heads, tile_m=128, tile_n=128, stages=2, turns=True, rescale_threshold=8)
+    return AttentionPrefillSpec(precision.kv, heads, tile_m=128, tile_n=128, stages=2)
 
 
 def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecodeSpec:

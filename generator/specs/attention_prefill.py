@@ -10,7 +10,6 @@ from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
 
 Q_STAGES = 2  # the next item's Q arrives while this one's is read
 WORK_SLOTS, WORK_BYTES = 4, 32  # descriptions of items, in shared memory
-MAX_RESCALE_THRESHOLD = 16
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class AttentionPrefillSpec(KernelSpec):
     tile_m: int
     tile_n: int
     stages: int  # of K, and of V
-    turns: bool  # the two consumer warpgroups take turns at issuing wgmma
-    rescale_threshold: int  # powers of two that a row's maximum may grow by before its output is rescaled
 
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
@@ -43,10 +40,6 @@ class AttentionPrefillSpec(KernelSpec):
         self.require(
             self.stages >= 2, "stages must be at least 2: the next tile's K arrives while this one's V is read"
         )
-        self.require(
-            0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD,
-            f"rescale_threshold must be 0 to {MAX_RESCALE_THRESHOLD}: a row's sum has to stay far inside float32",
-        )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -54,8 +47,7 @@ class AttentionPrefillSpec(KernelSpec):
         """See KernelSpec.name."""
         return (
             f"attention_prefill_sm90_{self.element.name}_{self.heads}_p{PAGE_SIZE}"
-            f"_{self.tile_m}x{self.tile_n}_s{self.stages}"
-            f"{'_turns' if self.turns else ''}_r{self.rescale_threshold}_causal"
+            f"_{self.tile_m}x{self.tile_n}_s{self.stages}_causal"
         )
 
     @property

@@ -18,15 +18,13 @@ CUTLASS_DEVICE float max_over_quad(float value) {
   return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
 }
 
-// Probabilities are taken relative to a reference of each row, 2^(scale s - reference), which follows the row's maximum
-// only when that has grown by more than `Threshold` powers of two: until then they are at most 2^Threshold, which
-// neither their BF16 rounding, being relative, nor the float32 sums notice. What was summed before is then left alone.
-template <int Threshold>
+// Probabilities are taken relative to the highest score so far, so that the largest is exactly 1 and rounds to BF16
+// without error: a row that attends to few keys owes its accuracy to that (docs/notebook/attention_prefill.md).
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
 
   float scale_log2;  // softmax_scale log2(e): exp(scale s) = 2^(scale_log2 s)
-  float reference[kRows] = {-INFINITY, -INFINITY};  // a score
+  float max[kRows] = {-INFINITY, -INFINITY};
   float sum[kRows] = {0.f, 0.f};
 
   CUTLASS_DEVICE explicit OnlineSoftmax(float softmax_scale) : scale_log2(softmax_scale * float(M_LOG2E)) {}
@@ -35,14 +33,14 @@ struct OnlineSoftmax {
   CUTLASS_DEVICE void reset() {
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      reference[row] = -INFINITY;
+      max[row] = -INFINITY;
       sum[row] = 0.f;
     }
   }
 
-  // Turn a tile of scores (rows, columns) into probabilities relative to the reference; `correction` is the factor by
-  // which everything summed before this tile shrinks, exactly 1 where the reference stays. While a row has seen nothing
-  // but -inf its probabilities are zero, where -inf - -inf would give NaN.
+  // Turn a tile of scores (rows, columns) into probabilities; `correction` is the factor by which everything summed
+  // before this tile shrinks, exactly 1 where the maximum stays. While a row has seen nothing but -inf its
+  // probabilities are zero, where -inf - -inf would give NaN.
   template <class Tensor>
   CUTLASS_DEVICE void update(Tensor& scores, float (&correction)[kRows]) {
     using namespace cute;
@@ -51,12 +49,10 @@ struct OnlineSoftmax {
       float highest = scores(row, 0);
       CUTLASS_PRAGMA_UNROLL
       for (int column = 1; column < size<1>(scores); ++column) highest = fmaxf(highest, scores(row, column));
-      highest = max_over_quad(highest);
-      bool const follows = (highest - reference[row]) * scale_log2 > float(Threshold);
-      float const chosen = follows ? highest : reference[row];
-      float const base = chosen == -INFINITY ? 0.f : chosen;
-      correction[row] = follows ? exp2_flush((reference[row] - base) * scale_log2) : 1.f;
-      reference[row] = chosen;
+      highest = fmaxf(max[row], max_over_quad(highest));
+      float const base = highest == -INFINITY ? 0.f : highest;
+      correction[row] = exp2_flush((max[row] - base) * scale_log2);
+      max[row] = highest;
 
       float const scaled = base * scale_log2;
       float partial = sum[row] * correction[row];

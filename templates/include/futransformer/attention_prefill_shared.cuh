@@ -1,0 +1,100 @@
+// What the producer and the consumers of prefill attention share: sizes, items' descriptions, rings and barriers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/pipeline/sm90_pipeline.hpp>
+
+#include "attention_schedule.cuh"
+#include "attention_tiles.cuh"
+
+namespace futransformer {
+
+// `out` [tokens, Heads * HeadDim], `block_table` [sequences, block_table_stride], `cu_seqlens_q` [sequences + 1],
+// `seqlens_k` [sequences], `tickets` [1], zero before and after.
+template <class Element>
+struct AttentionPrefillArguments {
+  Element* out;
+  int const* block_table;
+  int block_table_stride;
+  int const* cu_seqlens_q;
+  int const* seqlens_k;
+  int sequences;
+  int* tickets;
+  float softmax_scale;
+};
+
+// One kernel's sizes, and its shared memory; the parameter `T` of producer and consumers. `Stages`: of K, and of V.
+template <class Element_, int Heads_, int KvHeads_, int HeadDim_, int PageSize_, int TileM_, int TileN_, int Stages_>
+struct AttentionPrefillTraits {
+  using Element = Element_;
+  static constexpr int Heads = Heads_;
+  static constexpr int KvHeads = KvHeads_;
+  static constexpr int HeadDim = HeadDim_;
+  static constexpr int PageSize = PageSize_;
+  static constexpr int TileM = TileM_;
+  static constexpr int TileN = TileN_;
+  static constexpr int Stages = Stages_;
+  static_assert(TileM == 128, "two consumer warpgroups of 64 queries");
+  static_assert(TileN % PageSize == 0, "a tile of keys is a whole number of pages");
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kConsumerWarps = kConsumerThreads / cutlass::NumThreadsPerWarp;
+  static constexpr int kThreads = kConsumerThreads + cutlass::NumThreadsPerWarpGroup;
+  // Registers a thread: the launch allocates 168 x 384; the producer's share goes to the consumers' accumulators.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  // The next item's Q arrives while this one's is read. A description of an item outlives its Q by one tile: the output
+  // is stored after the next item's first scores were issued.
+  static constexpr int kQStages = 2;
+  static constexpr int kWorkSlots = 4;
+
+  using Tiles = AttentionTiles<Element, HeadDim, TileM, TileN, kQStages, Stages>;
+  static constexpr int kBoxColumns = Tiles::kBoxColumns;
+  static constexpr int kColumnBlocks = Tiles::kColumnBlocks;
+  static constexpr int kPagesPerTile = TileN / PageSize;
+  static constexpr uint32_t kQBytes = TileM * HeadDim * sizeof(Element);
+  static constexpr int kTileElements = TileN * HeadDim;  // of K, and of V
+  static constexpr uint32_t kTileBytes = kTileElements * sizeof(Element);
+
+  using PipelineState = cutlass::PipelineState<Stages>;
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using Items = WorkList<Heads, TileM>;
+  using Arguments = AttentionPrefillArguments<Element>;
+
+  // An item as the consumers see it.
+  struct alignas(16) Work {
+    int tiles;  // of keys, at least one: queries that see no key need no path of their own; zero: no more items
+    int sees;   // keys that the tile's first query sees; each query sees one more than the one before
+    int seqlen_k;
+    int head;
+    int first_row;  // of Q and of the output
+    int rows;       // of the output that belong to the sequence: those from TileM on are other items'
+    int lacks_pages;  // the sequence is longer than its row of the block table: its output is NaN
+  };
+
+  struct Barriers {
+    FullBarrier q_full[kQStages];
+    FullBarrier k_full[Stages];
+    FullBarrier v_full[Stages];
+    EmptyBarrier q_empty[kQStages];
+    EmptyBarrier k_empty[Stages];
+    EmptyBarrier v_empty[Stages];
+  };
+  struct alignas(1024) SharedStorage {
+    cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutQ>, 1024> q;
+    cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutK>, 1024> k;
+    cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutV>, 1024> v;
+    Work work[kWorkSlots];
+    Barriers barriers;
+  };
+  // What the launch must provide: the storage without the padding behind its last barrier.
+  static constexpr int kSharedBytes = int(offsetof(SharedStorage, barriers) + sizeof(Barriers));
+};
+
+}  // namespace futransformer
