@@ -27,7 +27,7 @@ T = TypeVar("T")
 class KernelRecord:
     """One built kernel."""
 
-    name: str
+    name: str  # also of its extern "C" function
     template: str
     params: tuple[Param, ...]
     threads: int  # a block
@@ -41,11 +41,6 @@ class KernelRecord:
     abi_version: int
     source_key: str
     toolchain_key: str
-
-    @property
-    def entry(self) -> str:
-        """The name of the kernel's extern "C" function."""
-        return self.name
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a manifest; the cubin by file name."""

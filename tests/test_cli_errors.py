@@ -156,9 +156,14 @@ def test_an_empty_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.skipif(hopper_problem() is None, reason="this machine has a Hopper GPU")
 def test_no_gpu(model: Path, tmp_path: Path) -> None:
-    message = refusal_line(1, "run", model, "--kernels", tmp_path, "--prompt", "Hello")
-    assert message.startswith("no Hopper GPU: ")
-    assert "--reference" in message
+    """Text is written all the same, by the reference; that the kernels are not used, and why, is said first."""
+    arguments = ("run", model, "--kernels", tmp_path, "--prompt", "Hello", "--max-new-tokens", 1)
+    ran = futransformer(*arguments)
+    assert ran.returncode == 0
+    reason, backend = ran.stderr.splitlines()
+    assert reason.startswith("no Hopper GPU: ")
+    assert reason.endswith(f"; the kernels in {tmp_path} are not used")
+    assert backend.startswith("model on: CPU reference")
 
 
 def test_a_gpu_that_is_not_hopper(
@@ -167,8 +172,13 @@ def test_a_gpu_that_is_not_hopper(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an A100")
-    message = refusal_here(capsys, 1, "run", model, "--kernels", tmp_path, "--prompt", "Hello")
-    assert message.startswith("no Hopper GPU: an A100 has compute capability 8.0; the kernels are built for 9.0")
+    arguments = ["run", str(model), "--kernels", str(tmp_path), "--prompt", "Hello", "--max-new-tokens", "1"]
+    assert main(arguments) == 0
+    reason, backend = capsys.readouterr().err.splitlines()
+    assert reason.startswith("no Hopper GPU: an A100 has compute capability 8.0; the kernels are built for 9.0")
+    assert backend.startswith("model on: CPU reference")
+    message = refusal_here(capsys, 2, *arguments, "--reference")
+    assert message.startswith(f"kernels ({tmp_path}) are for a GPU")
 
 
 def bare(tmp_path: Path) -> dict[str, str]:

@@ -59,7 +59,12 @@ def add_parsers(subparsers: Subparsers) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
     parser.add_argument("--reference", action="store_true", help="compute on the CPU reference, even beside a GPU")
-    parser.add_argument("--kernels", type=Path, metavar="DIR", help="kernels that `futransformer build -o` exported")
+    parser.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="DIR",
+        help="kernels that `futransformer build -o` exported; without a Hopper GPU the reference computes, and says so",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -180,8 +185,13 @@ def model_folder(name: str) -> Path:
 
 def _load(args: argparse.Namespace, folder: Path, cache_tokens: int) -> Llama:
     """Load the model and say what computes."""
-    from futransformer.model import Llama  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.model import Llama  # noqa: PLC0415
 
+    problem = hopper_problem()
+    if args.kernels is not None and not args.reference and problem is not None:
+        _say(f"{problem}; the kernels in {args.kernels} are not used")
+        args.kernels = None
     model = Llama.from_pretrained(
         folder,
         device="cpu" if args.reference else None,

@@ -100,7 +100,7 @@ def test_a_kernel_is_built_once(settings: BuildSettings, nvcc: FakeNvcc) -> None
 
 def test_a_record_says_what_the_runtime_needs(settings: BuildSettings) -> None:
     (record,) = build(settings)
-    assert (record.entry, record.params, record.threads, record.cluster) == ("tiny", TinySpec().params, 32, (1, 1, 1))
+    assert (record.name, record.params, record.threads, record.cluster) == ("tiny", TinySpec().params, 32, (1, 1, 1))
     assert (record.resources.registers, record.nvcc_version) == (10, "13.0.88")
     assert load_cubin(record).endswith(render_tiny(TinySpec()).encode())
     assert sorted(path.name for path in record.cubin.parent.iterdir()) == [
