@@ -7,6 +7,7 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -16,13 +17,13 @@ from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.export import load_exported
 from futransformer.build.manifest import KernelRecord, load_cubin
 from futransformer.build.settings import BuildSettings
-from futransformer.driver import Kernel, require_hopper
+from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import ArtifactError
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
-from futransformer.ops.attention_decode import AttentionDecode
+from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
@@ -42,16 +43,24 @@ class KernelLibrary:
         plan: Plan,
         records: Mapping[str, KernelRecord],
         device: torch.device,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        """Load the plan's kernels from their manifest records, by kernel name; every cubin's sha256 is checked."""
+        """Load the plan's kernels from their manifest records, by kernel name; every cubin's sha256 is checked.
+
+        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those; this
+        fixes how attention splits a sequence as well.
+        """
         self.config = config
         self.precision = precision
         self.plan = plan
         self.device = device
+        self.capturable = True
+        self.launch_chain = LaunchChain()
 
         def kernel(spec: KernelSpec) -> Kernel:
             record = records[spec.name]
-            return Kernel(spec, record, load_cubin(record), device)
+            return Kernel(spec, record, load_cubin(record), device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
@@ -60,12 +69,17 @@ class KernelLibrary:
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = GatherRows(kernel(plan.gather_rows))
         self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
-        self._attention_decode = AttentionDecode(kernel(plan.attention_decode))
+        pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
+        self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
 
     def describe(self) -> str:
         """See Ops.describe."""
         return f"{torch.cuda.get_device_name(self.device)}, generated {self.precision.name} kernels"
+
+    def chain(self) -> AbstractContextManager[None]:
+        """See Ops.chain."""
+        return self.launch_chain
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
@@ -138,9 +152,9 @@ class KernelLibrary:
         """See Ops.lm_head."""
         return self._projections.lm_head(phase, x, sumsq, weight, self.plan.prefill["lm_head"].n)
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""
-        return self._argmax(logits)
+        return self._argmax(logits, out)
 
 
 def load_kernels(
@@ -149,11 +163,13 @@ def load_kernels(
     *,
     folder: Path | None = None,
     progress: Callable[[BuildEvent], None] | None = None,
+    batch_invariant: bool = False,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
+    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
     Raises DeviceError (no Hopper GPU), UnsupportedError (shape or precision), ArtifactError or BuildError.
     """
     device = require_hopper()
@@ -171,4 +187,4 @@ def load_kernels(
     else:
         settings = BuildSettings.from_environment()
         records = {record.name: record for record in build_kernels(plan.specs(), settings=settings, progress=progress)}
-    return KernelLibrary(model, row, plan, records, device)
+    return KernelLibrary(model, row, plan, records, device, batch_invariant=batch_invariant)

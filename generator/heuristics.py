@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from .precision import Precision
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
-from .specs.base import MAX_SHARED_BYTES
+from .specs.base import HALF_SHARED_BYTES, MAX_SHARED_BYTES
+from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
+
+# Decode GEMMs.
+MAX_ROW_TILES = 16  # of a cluster: eight warps with the sums of two each
+MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
+MIN_STAGES = 3  # one being read, two on their way
+MAX_STAGES = 8
+MAX_STAGE_K = 512
 
 # Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
 _RING_BYTES = MAX_SHARED_BYTES - 1024
@@ -37,20 +45,35 @@ def decode_gemm_spec(
 ) -> DecodeGemmSpec:
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
-    Two blocks share a multiprocessor, so that one's start and end hide behind the other's stream. Up to 16 sequences
-    the ring is 64 KB: 128 KB a multiprocessor in flight saturate the memory, and the rest is L1 for x. From 32 on the
-    blocks' reads of x outweigh the weights: two row tiles a block halve them where that leaves two blocks each, and
-    shorter stages keep the operands of a stage in registers. A short K is split over fewer warps.
+    As many row tiles a block as leave one block a multiprocessor: each reads x once, and all end together. From 32
+    sequences on x outweighs the weights of two or three row tiles, so four blocks share four times the tiles and split
+    K. Two kernels fit a multiprocessor together, so that the next one's weights arrive while this one ends.
     """
-    warps, row_tiles, stage_k, stages = 8, 1, 512, 4
-    if batch_tile == 32 and n // 32 >= 264 and n % 32 == 0:
-        row_tiles, stage_k = 2, 256
-    if batch_tile == 64:
-        stage_k, stages = 256, 6
-    if k < 2048:
-        warps, row_tiles, stage_k = 4, 1, 128 if batch_tile == 64 else 256
-        stages = min(6, max(2, -(-k // stage_k)))
-    return DecodeGemmSpec(op, precision.decode, n, k, batch_tile, row_tiles, warps, stages, stage_k, heads)
+    tiles = n // ROW_TILE
+    row_tiles = max(r for r in range(1, MAX_ROW_TILES + 1) if tiles % r == 0 and (tiles // r >= MIN_BLOCKS or r == 1))
+    split_k = 1
+    if batch_tile >= 32 and row_tiles <= 3 and tiles % (4 * row_tiles) == 0 and k % 512 == 0:
+        split_k, row_tiles = 4, 4 * row_tiles
+    # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
+    warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
+    if row_tiles <= 3 and batch_tile <= 16:
+        warp_rows = 1
+    warp_split = 1 << max(8 // warp_rows, 1).bit_length() - 1
+    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits)
+    return DecodeGemmSpec(
+        op, precision.decode, n, k, batch_tile, row_tiles, warp_rows, warp_split, split_k, stages, stage_k, heads
+    )
+
+
+def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int) -> tuple[int, int]:
+    """Stages and their k: the longest of which three fit into half a multiprocessor, and as many as do."""
+    step_k = max(32, 256 // bits) * warp_split
+    step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
+    room = HALF_SHARED_BYTES - 32 * batch_tile
+    steps = max(1, min(room // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
+    steps = 1 << steps.bit_length() - 1
+    fit = min(room // (steps * step_bytes), MAX_STAGES)
+    return max(2, min(fit, -(-k // (steps * step_k)))), steps * step_k
 
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:

@@ -19,6 +19,7 @@ class GatherRowsSpec(KernelSpec):
     """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill."""
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
+    dependent_launch: ClassVar[bool] = True
 
     element: Element
     k: int
@@ -55,6 +56,7 @@ class ArgmaxSpec(KernelSpec):
     """out[i] = the lowest index of the largest of logits[i, :vocab_size]; NaN never wins over a number."""
 
     template: ClassVar[str] = "argmax_sm90.cu.jinja"
+    dependent_launch: ClassVar[bool] = True
 
     vocab_size: int
     threads_per_row: int = 1024

@@ -42,16 +42,19 @@ def gpu_ops(request: pytest.FixtureRequest) -> Callable[[str], KernelLibrary]:
 
 
 @pytest.fixture
-def emulate(tmp_path: Path) -> Callable[[str], str]:
+def emulate(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
 
-    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces.
+    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; further names are
+    headers that it takes as they are.
     """
     folder, settings = Path(__file__).parent, BuildSettings.from_environment()
 
-    def run(kernel: str) -> str:
-        source = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
-        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", source, flags=re.MULTILINE))
+    def run(kernel: str, *headers: str) -> str:
+        for header in (kernel, *headers):
+            source = (settings.include_dir / "futransformer" / f"{header}.cuh").read_text()
+            text = re.sub(r'^#include (<cut.*|".*)$', "", source, flags=re.MULTILINE)
+            (tmp_path / f"{header}.cuh").write_text(text)
         program = tmp_path / kernel
         options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
         sources = ["-I", str(tmp_path), str(folder / f"emulated_{kernel}.cpp"), "-o", str(program)]
