@@ -2,28 +2,37 @@
 # make test   set everything up, then run every test that this machine can run
 # make check  lint, formatting and types
 # make clean  remove the virtual environment (the kernel cache: futransformer cache clear)
+#
+# make demo PROMPT='Why is the sky blue?' answers another question; make PYTHON=python3.12 ... takes another Python.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-PROMPT ?= What is a matrix?
+export PROMPT
+
+# Of what pip says: the large downloads, the last step, and errors. It has the pipe's status, so a failure still fails.
+SHORTER := sed -un -e '/[0-9][0-9.]* [MG]B)/p' -e '/^Installing/s/:.*/ (this takes a minute or two)/p' -e '/^ERROR/p'
 
 .PHONY: setup demo test check clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml requirements.txt
-	@echo "==> setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "==> setting up $(VENV): a few minutes the first time, some GB of downloads"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --progress-bar off -r requirements.txt 2>&1 | $(SHORTER)
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable . 2>&1 | $(SHORTER)
 	@touch $(READY)
 
 demo: $(READY)
-	@$(BIN)/futransformer demo --prompt "$(PROMPT)"
+	@$(BIN)/futransformer demo $${PROMPT:+--prompt "$$PROMPT"}
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -1,4 +1,4 @@
-"""How many compilers this machine can run at once, by its cores and by its memory, container limits included."""
+"""What this machine has for us: cores and memory, container limits included, and how many compilers that makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def default_jobs() -> int:
     """As many compilers as there are cores, and no more than fit in the memory that is free now; at least one."""
-    return max(1, min(usable_cores(), available_memory() // BYTES_PER_JOB))
+    memory = available_memory()
+    return max(1, min(usable_cores(), 1 if memory is None else memory // BYTES_PER_JOB))
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
@@ -25,11 +26,13 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
     return cores
 
 
-def available_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be allocated: the machine's available memory, and what its container has left."""
+def available_memory(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that can be allocated: the machine's available memory, and what its container has left; None: unknown."""
     fields = dict(line.split(":", 1) for line in _read(meminfo).splitlines() if ":" in line)
     kilobytes = fields.get("MemAvailable", "").split()
-    free = int(kilobytes[0]) << 10 if kilobytes else BYTES_PER_JOB
+    if not kilobytes:
+        return None
+    free = int(kilobytes[0]) << 10
     limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
     if limit.isdigit() and used.isdigit():
         # The container's figure counts the page cache, which is given back on demand.

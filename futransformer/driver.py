@@ -1,8 +1,8 @@
 """The CUDA driver through cuda.bindings: checked calls, a loaded kernel, and its launch.
 
-A kernel's parameters are marshalled by the list in its manifest record, in order, into storage that is made once.
-The driver copies them at launch, so nothing is allocated and nothing synchronises on the hot path, and every launch can
-be captured in a CUDA graph. A kernel object is not thread-safe: two threads need two libraries.
+A kernel's arguments are written by the list in its manifest record into storage that is made once (``Arguments``), so
+nothing is allocated and nothing synchronises on the hot path, and every launch can be captured in a CUDA graph. A
+kernel object is not thread-safe: two threads need two libraries.
 
 Launches in a ``LaunchChain`` overlap: a kernel may start, and fetch what is constant to the chain, while its
 predecessor still runs (programmatic dependent launch). Results do not depend on it.
@@ -10,24 +10,17 @@ predecessor still runs (programmatic dependent launch). Results do not depend on
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from futransformer.generator.errors import DeviceError, InputError
-from futransformer.tma import TensorMap
+from futransformer.arguments import Argument, Arguments
+from futransformer.generator.errors import DeviceError
 
 if TYPE_CHECKING:
     from futransformer.build.manifest import KernelRecord
     from futransformer.generator.specs import KernelSpec
 
-Argument = Tensor | int | float | TensorMap
-
-_TENSOR_MAP_BYTES = 128
-_TENSOR_MAP_ALIGNMENT = 128
 _ALL_SHARED = 100  # per cent of what L1 and shared memory have between them that may be shared
 
 
@@ -126,7 +119,7 @@ class Kernel:
         self._chain = chain if spec.dependent_launch else None
         self._config = self._launch_config(dependent=False)
         self._dependent_config = self._launch_config(dependent=True)
-        self._storage, self._addresses, self._keep = self._parameter_storage()
+        self._arguments = Arguments(record.name, record.params)
 
     def _launch_config(self, *, dependent: bool) -> Any:
         driver, record = self._driver, self.record
@@ -151,44 +144,11 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
-    def _parameter_storage(self) -> tuple[list[tuple[str, str, Any]], Any, Any]:
-        """One place a parameter, and the array of their addresses that cuLaunchKernelEx reads."""
-        params = self.record.params
-        maps = sum(param.kind == "tensor_map" for param in params)
-        raw = ctypes.create_string_buffer((maps + 1) * _TENSOR_MAP_BYTES)
-        next_map = -(-ctypes.addressof(raw) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-        storage: list[tuple[str, str, Any]] = []
-        addresses = []
-        for param in params:
-            if param.kind == "tensor_map":
-                storage.append((param.name, param.kind, next_map))
-                addresses.append(next_map)
-                next_map += _TENSOR_MAP_BYTES
-            else:
-                place = {"pointer": ctypes.c_void_p, "int32": ctypes.c_int32, "float32": ctypes.c_float}[param.kind]()
-                storage.append((param.name, param.kind, place))
-                addresses.append(ctypes.addressof(place))
-        return storage, (ctypes.c_void_p * len(addresses))(*addresses), raw
-
     def launch(self, grid: tuple[int, int, int], **arguments: Argument) -> None:
         """Launch on the current torch stream. A missing or unknown argument is an error, never a stale value."""
-        self._marshal(arguments)
+        self._arguments.write(arguments)
         overlaps = self._chain is not None and self._chain.link()
         config = self._dependent_config if overlaps else self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(self._addresses), 0))
-
-    def _marshal(self, arguments: Mapping[str, Argument]) -> None:
-        if len(arguments) != len(self._storage):
-            raise InputError(
-                f"{self.record.name}: got {sorted(arguments)}, wants {[name for name, _, _ in self._storage]}"
-            )
-        for name, kind, place in self._storage:
-            value: Any = arguments[name]
-            if kind == "pointer":
-                place.value = value.data_ptr()
-            elif kind == "tensor_map":
-                ctypes.memmove(place, value.address, _TENSOR_MAP_BYTES)
-            else:
-                place.value = value
+        check(self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))

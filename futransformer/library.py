@@ -6,20 +6,19 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from futransformer.build.compile import BuildEvent, build_kernels
-from futransformer.build.export import load_exported
-from futransformer.build.manifest import KernelRecord, load_cubin
-from futransformer.build.settings import BuildSettings
+from futransformer.build.compile import BuildEvent
+from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import ArtifactError
+from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -41,12 +40,12 @@ class KernelLibrary:
         config: LlamaConfig,
         precision: Precision,
         plan: Plan,
-        records: Mapping[str, KernelRecord],
+        built: LoadedKernels,
         device: torch.device,
         *,
         batch_invariant: bool = False,
     ) -> None:
-        """Load the plan's kernels from their manifest records, by kernel name; every cubin's sha256 is checked.
+        """Load the plan's kernels onto the device.
 
         ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those; this
         fixes how attention splits a sequence as well.
@@ -58,13 +57,13 @@ class KernelLibrary:
         self.capturable = True
         self.launch_chain = LaunchChain()
 
+        @cache
         def kernel(spec: KernelSpec) -> Kernel:
-            record = records[spec.name]
-            return Kernel(spec, record, load_cubin(record), device, self.launch_chain)
+            return Kernel(spec, *built[spec.name], device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
-            gemms["prefill", op] = PrefillGemm(kernel(plan.prefill[op]))
+            gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = GatherRows(kernel(plan.gather_rows))
@@ -150,7 +149,7 @@ class KernelLibrary:
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""
-        return self._projections.lm_head(phase, x, sumsq, weight, self.plan.prefill["lm_head"].n)
+        return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""
@@ -170,21 +169,12 @@ def load_kernels(
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
     ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
-    Raises DeviceError (no Hopper GPU), UnsupportedError (shape or precision), ArtifactError or BuildError.
+    Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
+    exported or cached), ToolchainError or BuildError.
     """
     device = require_hopper()
     row = get_precision(precision)
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     plan = make_plan(model, row)
-    if folder is not None:
-        records = {record.name: record for record in load_exported(folder).kernels}
-        missing = [spec.name for spec in plan.specs() if spec.name not in records]
-        if missing:
-            raise ArtifactError(
-                f"{folder}: lacks {len(missing)} of the {len(plan.specs())} kernels of {model.name}, "
-                f"first {missing[0]}; run: futransformer build {model.name} --output {folder}"
-            )
-    else:
-        settings = BuildSettings.from_environment()
-        records = {record.name: record for record in build_kernels(plan.specs(), settings=settings, progress=progress)}
-    return KernelLibrary(model, row, plan, records, device, batch_invariant=batch_invariant)
+    built = load_or_build(plan.specs(), folder=folder, progress=progress)
+    return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

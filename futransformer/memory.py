@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
 
+from futransformer.build.machine import available_memory
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import OutOfMemoryError
 from futransformer.generator.precision import Precision
@@ -79,14 +82,19 @@ def check_memory(name: str, plan: MemoryPlan, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, or what Linux says a new program may use; None where the system does not say."""
+    """Free memory of a GPU, or what this machine or container has left; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+@contextmanager
+def allocation_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that the device refuses into an OutOfMemoryError that says what was going on."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{what}: {str(error).partition(chr(10))[0]} {remedy}") from error
 
 
 def gib(count: int) -> str:

@@ -24,7 +24,7 @@ from futransformer.generator.errors import InputError
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
-from futransformer.memory import check_memory, plan_memory
+from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Projection
 from futransformer.reference import ReferenceOps
 
@@ -72,6 +72,8 @@ class Llama:
         max_rows: int = MAX_ROWS,
     ) -> None:
         """Put the parts together; ``from_pretrained`` makes them from a folder."""
+        if max_rows < 1:
+            raise InputError(f"a pass takes at least one row: max_rows must not be {max_rows}")
         self.config = config
         self.ops = ops
         self.weights = weights
@@ -99,13 +101,16 @@ class Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
         ``ops`` overrides the choice, and ``device="cpu"`` asks for the reference; ``model.ops.describe()`` says what
-        was chosen. ``kernels`` names a folder of built kernels, and ``progress`` hears what takes long. A model that
-        does not fit the device's memory is refused before its weights are read. With ``batch_invariant`` a sequence
-        decodes to the same bits in any batch of 1 to 8.
+        was chosen. ``kernels`` names a folder of built kernels, and so asks for a GPU; ``progress`` hears what takes
+        long. A model that does not fit the device's memory is refused before its weights are read. With
+        ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
         """
         folder, precision = Path(folder), get_precision(precision)
         config = load_config(folder)
-        target = ops.device if ops is not None else pick_device(device)
+        wanted = "cuda" if device is None and kernels is not None else device
+        target = ops.device if ops is not None else pick_device(wanted)
+        if kernels is not None and (ops is not None or target.type == "cpu"):
+            raise InputError(f"kernels ({kernels}) are for a GPU: leave them out, or the request for the reference")
         checkpoint = load_checkpoint(folder, config)
         reference = isinstance(ops, ReferenceOps) if ops is not None else target.type == "cpu"
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
@@ -116,7 +121,9 @@ class Llama:
             )
         kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
-        return cls(config, ops, load_weights(checkpoint, config, ops), cache, max_rows=max_rows)
+        with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
+            weights = load_weights(checkpoint, config, ops)
+        return cls(config, ops, weights, cache, max_rows=max_rows)
 
     # The batch of sequences
 
@@ -159,9 +166,12 @@ class Llama:
         self.start(len(prompts))
         return self.extend(prompts, rows=rows)
 
+    @allocation_errors("reading prompts", "read fewer or shorter ones at a time, or logits of the last rows alone")
     def extend(self, prompts: Sequence[Sequence[int]], *, rows: Literal["last", "all"] = "last") -> Tensor:
         """Append tokens to every sequence of the batch, many at a time; logits as ``prefill`` gives them."""
         self._check_prompts(prompts)
+        if rows not in ("last", "all"):
+            raise InputError(f'logits are given of the "last" rows or of "all", not of {rows!r}')
         if len(prompts) != len(self.sequences):
             raise InputError(
                 f"{len(prompts)} prompts for a batch of {len(self.sequences)} sequences; begin another with prefill"
@@ -337,6 +347,10 @@ class Llama:
         if not prompts:
             raise InputError("the batch is empty: give at least one prompt")
         for index, prompt in enumerate(prompts):
+            if isinstance(prompt, (str, int)):
+                raise InputError(
+                    f"prompt {index} is {prompt!r}, not a list of token ids, as futransformer.tokenizer.Tokenizer makes"
+                )
             if len(prompt) == 0:
                 raise InputError(f"prompt {index} is empty: give at least one token (the model's BOS, for example)")
             self._check_tokens(f"prompt {index}", prompt)
@@ -352,11 +366,22 @@ class Llama:
 
 def pick_device(device: torch.device | str | None) -> torch.device:
     """The device asked for, "cpu" or the current GPU; by default the GPU if kernels run on it, else the CPU."""
-    if device is not None and torch.device(device).type == "cpu":
+    if device is None:
+        return require_hopper() if hopper_problem() is None else torch.device("cpu")
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"there is no device {device!r}: give cpu or cuda") from None
+    if asked.type not in ("cpu", "cuda"):
+        raise InputError(f"the model runs on cpu or cuda, not on {device}")
+    if asked.type == "cpu":
         return torch.device("cpu")
-    if device is None and hopper_problem() is not None:
-        return torch.device("cpu")
-    return require_hopper()
+    current = require_hopper()
+    if asked.index not in (None, current.index):
+        raise InputError(
+            f"kernels run on the current GPU, {current}, not on {asked}: call torch.cuda.set_device({asked.index})"
+        )
+    return current
 
 
 def make_ops(

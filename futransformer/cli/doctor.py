@@ -261,7 +261,8 @@ def _gpu(_: BuildSettings) -> str:
     others: list[str] = []
     for ordinal in range(_cuda("cuDeviceGetCount")):
         device = _cuda("cuDeviceGet", ordinal)
-        name = _cuda("cuDeviceGetName", 128, device).rstrip(b"\0").decode()
+        # a buffer of the length asked for: the name, a NUL, and whatever was in the buffer before
+        name = _cuda("cuDeviceGetName", 128, device).partition(b"\0")[0].decode().strip()
         attributes = _import("cuda.bindings.driver", "cuda-bindings", "")[0].CUdevice_attribute
         major = _cuda("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         minor = _cuda("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)

@@ -66,7 +66,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
-    tokenizer = Tokenizer(_folder(args.model))
+    tokenizer = Tokenizer(model_folder(args.model))
     chat = tokenizer.can_chat if args.chat is None else args.chat
     prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
     if not prompt:
@@ -111,8 +111,10 @@ def _perplexity(args: argparse.Namespace) -> int:
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
+    if args.nll is not None and not args.nll.absolute().parent.is_dir():
+        raise InputError(f"--nll {args.nll}: there is no folder {args.nll.parent}")
     text_name, text = _read_text(args.text)
-    tokenizer = Tokenizer(_folder(args.model))
+    tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
     batch = DEFAULT_BATCH[args.through] if args.batch is None else args.batch
@@ -161,7 +163,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """Turn MODEL into a folder; the small model is prepared when it is first asked for."""
     if name == SMALL_MODEL and not Path(name).exists():
         from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli

@@ -116,8 +116,8 @@ class AttentionDecode:
         block table gives NaN.
         """
         op, heads, device = "attention_decode", self.spec.heads, self.kernel.device
-        sequences = q.shape[0] if q.dim() else 0
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
+        sequences = q.shape[0]
         pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
         check_tensor(op, "k_pages", k_pages, pages_shape, torch.bfloat16, device)
         check_tensor(op, "v_pages", v_pages, tuple(k_pages.shape), torch.bfloat16, device)

@@ -12,7 +12,6 @@ from futransformer.ops.validate import check_aligned, check_tensor
 from futransformer.tma import tensor_map_2d
 
 _BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
-_MAX_GRID_YZ = 65_535
 
 
 class AttentionPrefill:
@@ -22,6 +21,7 @@ class AttentionPrefill:
         assert isinstance(kernel.spec, AttentionPrefillSpec)
         self.spec = kernel.spec
         self.kernel = kernel
+        self._tickets = torch.zeros(1, dtype=torch.int32, device=kernel.device)  # every launch leaves zero behind
 
     def __call__(
         self,
@@ -35,18 +35,18 @@ class AttentionPrefill:
         max_seqlen_q: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See Ops.attention_prefill. ``max_seqlen_q`` sizes the grid: queries past it in a sequence are not computed.
+        """See Ops.attention_prefill. ``max_seqlen_q`` only sizes the grid, which need not exceed the work.
 
         Lengths stay on the device, so that nothing synchronises: a sequence of no queries is skipped, and a query that
         sees no key (seqlens_k below the sequence's queries) gives zeros.
         """
         op, heads, device = "attention_prefill", self.spec.heads, self.kernel.device
-        sequences = block_table.shape[0] if block_table.dim() else 0
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
         pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
         check_tensor(op, "k_pages", k_pages, pages_shape, torch.bfloat16, device)
         check_tensor(op, "v_pages", v_pages, tuple(k_pages.shape), torch.bfloat16, device)
         check_tensor(op, "block_table", block_table, (None, None), torch.int32, device)
+        sequences = block_table.shape[0]
         check_tensor(op, "cu_seqlens_q", cu_seqlens_q, (sequences + 1,), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
         if out is None:
@@ -60,19 +60,15 @@ class AttentionPrefill:
             raise InputError(
                 f"{op}: max_seqlen_q is {max_seqlen_q}, but q has {rows} rows; give the longest sequence's queries"
             )
-        tiles = -(-max_seqlen_q // self.spec.tile_m)
-        if max(sequences, tiles) > _MAX_GRID_YZ:
-            raise InputError(
-                f"{op}: {sequences} sequences of up to {max_seqlen_q} queries do not fit one launch; "
-                f"at most {_MAX_GRID_YZ} sequences and {_MAX_GRID_YZ * self.spec.tile_m} queries: split the batch"
-            )
         if rows == 0 or sequences == 0:
             return out
         if k_pages.shape[0] == 0:
             raise InputError(f"{op}: k_pages holds no page; allocate the cache before the prefill")
 
+        tiles = sequences * -(-max_seqlen_q // self.spec.tile_m)
+        blocks = min(self.kernel.sm_count, tiles * heads.num_attention_heads)
         self.kernel.launch(
-            (heads.num_attention_heads, sequences, tiles),
+            (blocks, 1, 1),
             q=tensor_map_2d(q, self.spec.tile_m, _BOX_COLUMNS),
             k_pages=tensor_map_2d(k_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
             v_pages=tensor_map_2d(v_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
@@ -81,6 +77,8 @@ class AttentionPrefill:
             block_table_stride=block_table.shape[1],
             cu_seqlens_q=cu_seqlens_q,
             seqlens_k=seqlens_k,
+            sequences=sequences,
+            tickets=self._tickets,
             softmax_scale=heads.head_dim**-0.5,
         )
         return out

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from futransformer.driver import Argument, Kernel
+from futransformer.arguments import Argument
+from futransformer.driver import Kernel
 from futransformer.generator.specs import DecodeGemmSpec
-from futransformer.ops.validate import check_aligned
+from futransformer.ops.validate import check_vector_arguments
 from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
 ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
-# Arguments that are accessed sixteen bytes at a time.
-VECTOR_ARGUMENTS = frozenset({"x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out"})
 
 
 class DecodeGemm:
@@ -46,9 +45,7 @@ class DecodeGemm:
         """Run on x [m, k] with m >= 1."""
         kernel, spec = self._choose(x.shape[0])
         arguments: dict[str, Argument] = {"x": x, "weight": weight, **epilogue}
-        for name, value in arguments.items():
-            if isinstance(value, Tensor) and name in VECTOR_ARGUMENTS:
-                check_aligned(spec.op, name, value, 16)
+        check_vector_arguments(spec.op, arguments)
         for first in range(0, x.shape[0], self._largest):
             rows = slice(first, min(first + self._largest, x.shape[0]))
             part = {

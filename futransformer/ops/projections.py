@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from futransformer.driver import Argument
+from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE, Heads
 from futransformer.ops.interface import Phase, Projection
@@ -76,20 +76,21 @@ class Projections:
         v_pages: Tensor,
     ) -> Tensor:
         """See Ops.qkv."""
-        heads, rows = self.heads, x.shape[0]
         gemm = self._checked(phase, "qkv", x, self.config.hidden_size, weight)
+        heads, rows = self.heads, x.shape[0]
+        rowscale = self._rowscale("qkv", x, sumsq)
         check_tensor("qkv", "rope_table", rope_table, (None, heads.head_dim // 2, 2), FP32, self.device)
         check_tensor("qkv", "positions", positions, (rows,), torch.int32, self.device)
         check_tensor("qkv", "slots", slots, (rows,), torch.int64, self.device)
-        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-            shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-            check_tensor("qkv", name, pages, shape, BF16, self.device)
+        pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
+        check_tensor("qkv", "k_pages", k_pages, pages_shape, BF16, self.device)
+        check_tensor("qkv", "v_pages", v_pages, tuple(k_pages.shape), BF16, self.device)
         q = self._empty(rows, heads.q_features, BF16)
         if rows:
             gemm.launch(
                 x,
                 weight,
-                **self._rowscale("qkv", x, sumsq),
+                **rowscale,
                 rope_table=rope_table,
                 positions=positions,
                 q=q,
@@ -114,15 +115,17 @@ class Projections:
     def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.gate_up."""
         gemm = self._checked(phase, "gate_up", x, self.config.hidden_size, weight)
+        rowscale = self._rowscale("gate_up", x, sumsq)
         out = self._empty(x.shape[0], self.config.intermediate_size, BF16)
         if x.shape[0]:
-            gemm.launch(x, weight, **self._rowscale("gate_up", x, sumsq), out=out)
+            gemm.launch(x, weight, **rowscale, out=out)
         return out
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor, padded_vocab: int) -> Tensor:
         """See Ops.lm_head."""
         gemm = self._checked(phase, "lm_head", x, self.config.hidden_size, weight)
+        rowscale = self._rowscale("lm_head", x, sumsq)
         out = self._empty(x.shape[0], padded_vocab, FP32)
         if x.shape[0]:
-            gemm.launch(x, weight, **self._rowscale("lm_head", x, sumsq), out=out)
+            gemm.launch(x, weight, **rowscale, out=out)
         return out[:, : self.config.vocab_size]

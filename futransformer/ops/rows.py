@@ -47,11 +47,11 @@ class Argmax:
     def __call__(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax. Rows may stand apart (a view of padded rows); NaN never wins over a number."""
         device = self.kernel.device
-        rows = logits.shape[0] if logits.dim() else 0
-        if rows > 1 and logits.dim() == 2 and logits.stride(1) == 1 and logits.stride(0) >= self.spec.vocab_size:
-            check_tensor("argmax", "logits", logits[:1], (1, self.spec.vocab_size), torch.float32, device)
-        else:
-            check_tensor("argmax", "logits", logits, (None, self.spec.vocab_size), torch.float32, device)
+        # Of rows that stand apart, each must be contiguous; all else must be so as a whole.
+        apart = isinstance(logits, Tensor) and logits.dim() == 2 and logits.stride(0) >= self.spec.vocab_size
+        checked = logits[:1] if apart else logits
+        check_tensor("argmax", "logits", checked, (None, self.spec.vocab_size), torch.float32, device)
+        rows = logits.shape[0]
         if out is None:
             out = torch.empty(rows, dtype=torch.int32, device=device)
         else:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from futransformer.arguments import Argument
 from futransformer.generator.errors import InputError
+
+# A GEMM's arguments that are accessed sixteen bytes at a time.
+VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out")
 
 
 def check_tensor(
     op: str, name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Require a contiguous tensor of this shape (None: any extent), type and device."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dtype != dtype:
         raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; convert it with .to({dtype})")
     if tensor.device.type != device.type or (device.index is not None and tensor.device != device):
@@ -34,3 +40,11 @@ def check_aligned(op: str, name: str, tensor: Tensor, alignment: int) -> None:
         raise InputError(
             f"{op}: {name} starts at {tensor.data_ptr():#x}, not at a multiple of {alignment} bytes; call .clone()"
         )
+
+
+def check_vector_arguments(op: str, arguments: Mapping[str, Argument]) -> None:
+    """Require sixteen-byte alignment of those of a GEMM's arguments that need it."""
+    for name in VECTOR_ARGUMENTS:
+        value = arguments.get(name)
+        if isinstance(value, Tensor):
+            check_aligned(op, name, value, 16)

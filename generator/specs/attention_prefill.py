@@ -8,13 +8,17 @@ from typing import ClassVar
 from ..precision import Element
 from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
 
+Q_STAGES = 2  # the next item's Q arrives while this one's is read
+WORK_SLOTS, WORK_BYTES = 4, 32  # descriptions of items, in shared memory
+MAX_RESCALE_THRESHOLD = 16
+
 
 @dataclass(frozen=True)
 class AttentionPrefillSpec(KernelSpec):
-    """One block computes tile_m queries of one head; keys arrive tile_n (one or two pages) at a time.
+    """An item is tile_m queries of one head; its keys arrive tile_n (one or two pages) at a time.
 
-    The grid is (query heads, sequences, query tiles of the longest sequence). Boxes of the tensor maps are 64 columns
-    (128 bytes, swizzled) by tile_m rows of Q, by one page of K and V.
+    The grid is one-dimensional and persistent: at most one block a multiprocessor, each with its share of the items.
+    Boxes of the tensor maps are 64 columns (128 bytes, swizzled) by tile_m rows of Q, by one page of K and V.
     """
 
     template: ClassVar[str] = "attention_prefill_sm90.cu.jinja"
@@ -24,7 +28,9 @@ class AttentionPrefillSpec(KernelSpec):
     heads: Heads
     tile_m: int
     tile_n: int
-    stages: int
+    stages: int  # of K, and of V
+    turns: bool  # the two consumer warpgroups take turns at issuing wgmma
+    rescale_threshold: int  # powers of two that a row's maximum may grow by before its output is rescaled
 
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
@@ -37,6 +43,10 @@ class AttentionPrefillSpec(KernelSpec):
         self.require(
             self.stages >= 2, "stages must be at least 2: the next tile's K arrives while this one's V is read"
         )
+        self.require(
+            0 <= self.rescale_threshold <= MAX_RESCALE_THRESHOLD,
+            f"rescale_threshold must be 0 to {MAX_RESCALE_THRESHOLD}: a row's sum has to stay far inside float32",
+        )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -44,7 +54,8 @@ class AttentionPrefillSpec(KernelSpec):
         """See KernelSpec.name."""
         return (
             f"attention_prefill_sm90_{self.element.name}_{self.heads}_p{PAGE_SIZE}"
-            f"_{self.tile_m}x{self.tile_n}_s{self.stages}_causal"
+            f"_{self.tile_m}x{self.tile_n}_s{self.stages}"
+            f"{'_turns' if self.turns else ''}_r{self.rescale_threshold}_causal"
         )
 
     @property
@@ -59,6 +70,8 @@ class AttentionPrefillSpec(KernelSpec):
             Param("block_table_stride", "int32"),
             pointer("cu_seqlens_q", "const int"),
             pointer("seqlens_k", "const int"),
+            Param("sequences", "int32"),
+            pointer("tickets", "int"),  # [1]: zero before and after
             Param("softmax_scale", "float32"),
         )
 
@@ -69,6 +82,7 @@ class AttentionPrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Q, the rings of K and V tiles, and the barriers: one for Q, a full and an empty one a stage of K and of V."""
+        """The rings of Q, K and V tiles, descriptions of items, a full and an empty barrier a stage of each ring."""
         row = self.heads.head_dim * self.element.bits // 8
-        return self.tile_m * row + self.stages * 2 * self.tile_n * row + 8 * (1 + 4 * self.stages)
+        tiles = Q_STAGES * self.tile_m + 2 * self.stages * self.tile_n
+        return tiles * row + WORK_SLOTS * WORK_BYTES + 16 * (Q_STAGES + 2 * self.stages)

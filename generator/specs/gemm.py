@@ -8,17 +8,25 @@ from typing import ClassVar
 from ..precision import Element
 from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params
 
+SCHEDULES = ("cooperative", "pingpong")
+_MAX_ACCUMULATORS = 208  # float32 a consumer thread, of its 232 or 240 registers
+
 
 @dataclass(frozen=True)
 class GemmSpec(KernelSpec):
     """One prefill GEMM. ``n`` counts the weight's rows (for gate_up both halves), ``k`` its columns.
 
     x [T, k] and the packed weight [n, k] arrive as tensor maps with boxes of tile.m (tile.n) rows by tile.k columns,
-    divided along the rows by the cluster size of the other dimension (multicast), 128-byte swizzle.
+    divided along the rows by the cluster's blocks in the other dimension (multicast), 128-byte swizzle.
+
+    A cluster is one block or a pair: two along M share a weight tile, two along N a tile of x, and ``splits`` of 2
+    halves K. ``schedule``: the consumer warpgroups share a tile (cooperative), or each has its own (pingpong).
+    ``raster``: rows of (cluster) tiles that are walked together, so that the tiles in flight share x and weights in L2.
     """
 
     template: ClassVar[str] = "gemm_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("HGMMA", "UTMALDG")
+    dependent_launch: ClassVar[bool] = True
 
     op: str
     element: Element
@@ -26,7 +34,11 @@ class GemmSpec(KernelSpec):
     k: int
     tile: Tile
     cluster_m: int
+    cluster_n: int
+    splits: int
     stages: int
+    schedule: str = "cooperative"
+    raster: int = 8
     heads: Heads | None = None
 
     def __post_init__(self) -> None:
@@ -34,13 +46,24 @@ class GemmSpec(KernelSpec):
         self.require(self.op in EPILOGUES, f"op must be one of {', '.join(EPILOGUES)}")
         self.require(self.n % group == 0, f"out_features must be a multiple of {group}")
         self.require(self.k % 8 == 0, "in_features must be a multiple of 8 (16-byte rows for TMA)")
-        self.require(self.tile.m == 128, "tile.m must be 128: two consumer warpgroups of 64 rows")
-        self.require(self.tile.n in (64, 96, 128, 192, 256), "tile.n must be 64, 96, 128, 192 or 256")
+        self.require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}")
+        rows = (128, 192) if self.schedule == "pingpong" else (64, 128, 256)
+        self.require(self.tile.m in rows, f"tile.m must be one of {rows} where the schedule is {self.schedule}")
+        self.require(self.tile.n in range(32, 257, 32), "tile.n must be a multiple of 32 up to 256")
         self.require(self.tile.n % group == 0, f"tile.n must be a multiple of {group}")
         self.require(self.tile.k == 64, "tile.k must be 64 (one 128-byte swizzle atom of BF16)")
-        self.require(self.cluster_m in (1, 2), "cluster_m must be 1 or 2")
+        self.require(
+            self.accumulators <= _MAX_ACCUMULATORS,
+            f"a consumer thread must not hold more than {_MAX_ACCUMULATORS} sums, and tile {self.tile} makes it "
+            f"{self.accumulators}",
+        )
+        self.require(
+            sorted(self.cluster) in ([1, 1, 1], [1, 1, 2]), "a cluster is one block, or two along M, along N or over K"
+        )
+        self.require(self.splits == 1 or self.schedule == "cooperative", "only the cooperative schedule can split K")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.stages >= 2, "a pipeline needs two stages")
+        self.require(self.raster >= 1, "raster must be positive")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -52,7 +75,8 @@ class GemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        schedule = f"c{self.cluster_m}x1_s{self.stages}_coop"
+        cluster = f"c{self.cluster_m}x{self.cluster_n}" + (f"k{self.splits}" if self.splits > 1 else "")
+        schedule = f"{cluster}_s{self.stages}_r{self.raster}_{self.schedule}"
         return f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_{schedule}_{'_'.join(self.epilogue)}"
 
     @property
@@ -66,20 +90,38 @@ class GemmSpec(KernelSpec):
         )
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply: one for 64 rows, else two."""
+        return 1 if self.tile.m == 64 else 2
+
+    @property
+    def accumulators(self) -> int:
+        """Float32 sums that a consumer thread holds."""
+        sharing = 1 if self.schedule == "pingpong" else self.consumers
+        return self.tile.m * self.tile.n // (128 * sharing)
+
+    @property
     def threads(self) -> int:
-        """A producer warpgroup and two consumer warpgroups."""
-        return 384
+        """A producer warpgroup and the consumers."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two blocks of 64-row tiles where their shared memory fits: one starts or ends while the other streams."""
+        fits_twice = 2 * (self.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024  # the driver takes 1 KiB a block
+        return 2 if self.consumers == 1 and fits_twice and self.accumulators <= 64 else 1
 
     @property
     def cluster(self) -> tuple[int, int, int]:
-        """Blocks stacked along M share the weight tile by multicast."""
-        return (self.cluster_m, 1, 1)
+        """Blocks that share weight tiles, blocks that share tiles of x, or blocks that split K."""
+        return (self.cluster_m, self.cluster_n, self.splits)
 
     @property
     def shared_bytes(self) -> int:
-        """The ring of x and weight tiles, and a full and an empty barrier a stage."""
-        stage = (self.tile.m + self.tile.n) * self.tile.k * self.element.bits // 8
-        return self.stages * (stage + 16)
+        """The ring of x and weight tiles; where K is split, what the peer sends; two barriers for each."""
+        stage = (self.tile.m + self.tile.n) * self.tile.k * self.element.bits // 8 + 16
+        exchange = 4 * self.tile.m * self.tile.n // 2 + 16 if self.splits == 2 else 0
+        return self.stages * stage + exchange
 
     @property
     def sumsq_parts(self) -> int:

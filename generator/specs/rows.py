@@ -19,6 +19,7 @@ class GatherRowsSpec(KernelSpec):
     """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill."""
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
+    instructions: ClassVar[tuple[str, ...]] = ("LDG.E.128", "STG.E.128")
     dependent_launch: ClassVar[bool] = True
 
     element: Element
@@ -56,6 +57,7 @@ class ArgmaxSpec(KernelSpec):
     """out[i] = the lowest index of the largest of logits[i, :vocab_size]; NaN never wins over a number."""
 
     template: ClassVar[str] = "argmax_sm90.cu.jinja"
+    instructions: ClassVar[tuple[str, ...]] = ("LDG.E.128",)
     dependent_launch: ClassVar[bool] = True
 
     vocab_size: int

@@ -138,3 +138,14 @@ def settings(tmp_path: Path, nvcc: FakeNvcc) -> BuildSettings:
         include_dir=headers,
         cutlass_include=cutlass,
     )
+
+
+@pytest.fixture
+def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
+    """The environment of a machine with the pretended compiler and an empty cache."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME", "FUTRANSFORMER_DISABLE_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FUTRANSFORMER_NVCC", str(nvcc.path))
+    monkeypatch.setenv("NVCC_CCBIN", settings.host_compiler)
+    monkeypatch.setenv("FUTRANSFORMER_CACHE", str(settings.cache_root))
+    return nvcc

@@ -27,17 +27,6 @@ SPECS = kernel_specs(load_config("smollm2-135m"), "bf16")
 
 
 @pytest.fixture
-def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> FakeNvcc:
-    """The environment of a machine with the pretended compiler and an empty cache."""
-    for name in ("CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME", "FUTRANSFORMER_DISABLE_JIT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FUTRANSFORMER_NVCC", str(nvcc.path))
-    monkeypatch.setenv("NVCC_CCBIN", settings.host_compiler)
-    monkeypatch.setenv("FUTRANSFORMER_CACHE", str(settings.cache_root))
-    return nvcc
-
-
-@pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with no tool chain, no torch and no GPU."""
     monkeypatch.setattr("futransformer.build.toolchain.pip_toolkits", lambda: ())
@@ -135,7 +124,13 @@ def test_build_prints_progress_and_a_table(
     assert [row.split()[0] for row in rows] == [spec.name for spec in SPECS]
     gemm = next(row.split() for row in rows if row.startswith("gemm_qkv"))
     spec = next(spec for spec in SPECS if spec.name == gemm[0])
-    assert gemm[1:6] == ["128x192x64", str(getattr(spec, "stages", None)), "10", str(spec.shared_bytes), "0"]
+    assert gemm[1:6] == [
+        str(getattr(spec, "tile", None)),
+        str(getattr(spec, "stages", None)),
+        "10",
+        str(spec.shared_bytes),
+        "0",
+    ]
     assert f"{len(SPECS)} kernels of smollm2-135m (bf16)" in summary
     assert f"{len(SPECS)} built" in summary
     assert {record.name for record in load_exported(tmp_path / "export").kernels} == {spec.name for spec in SPECS}
@@ -275,7 +270,7 @@ class Driver(ModuleType):
             "cuDriverGetVersion": lambda: (0, version),
             "cuDeviceGetCount": lambda: (0, 1),
             "cuDeviceGet": lambda ordinal: (0, ordinal),
-            "cuDeviceGetName": lambda length, device: (0, b"A GPU".ljust(length, b"\0")),
+            "cuDeviceGetName": lambda length, device: (0, b"A GPU\0 \0 left over".ljust(length, b"\0")),
             "cuDeviceGetAttribute": lambda attribute, device: (0, capability[attribute]),
             "cuDeviceTotalMem": lambda device: (0, 141_000_000_000),
         }

@@ -23,7 +23,9 @@ from futransformer.build.cache import KernelCache
 from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.manifest import KernelRecord, load_cubin
 from futransformer.build.settings import BuildSettings
+from futransformer.generator.config import load_config
 from futransformer.generator.errors import ArtifactError, BuildError, ToolchainError
+from futransformer.generator.plan import kernel_specs
 from futransformer.generator.specs import KernelSpec
 from tests.build.conftest import FakeNvcc, TinySpec, render_tiny
 
@@ -37,6 +39,7 @@ records = build_kernels(
 )
 print("\\n".join(f"{record.name} {record.cubin_sha256}" for record in records))
 """
+MODEL_KERNELS = len(kernel_specs(load_config("smollm2-135m"), "bf16"))
 
 
 def build(settings: BuildSettings, *specs: KernelSpec) -> tuple[KernelRecord, ...]:
@@ -245,7 +248,7 @@ def test_a_build_killed_in_the_middle_then_run_again(settings: BuildSettings, nv
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     before = built()
-    assert 3 <= before < 29
+    assert 3 <= before < MODEL_KERNELS
     assert len(left_over(settings)) == 2
 
     # The compilers that outlived it are still there, and go on as soon as the second build's do.
@@ -253,8 +256,8 @@ def test_a_build_killed_in_the_middle_then_run_again(settings: BuildSettings, nv
     again = build_model(settings)
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
-    assert len(out.split("\n")) == 29 + 1
-    assert built() == 29
+    assert len(out.split("\n")) == MODEL_KERNELS + 1
+    assert built() == MODEL_KERNELS
     assert left_over(settings) == []
     names = [line.split()[0] for line in out.splitlines()]
     assert set(nvcc.calls) == set(names)
@@ -269,8 +272,8 @@ def test_two_builds_at_once_compile_each_kernel_once(settings: BuildSettings, nv
     results = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     assert results[0][0] == results[1][0]
-    assert len(nvcc.calls) == 29
-    assert len(set(nvcc.calls)) == 29
+    assert len(nvcc.calls) == MODEL_KERNELS
+    assert len(set(nvcc.calls)) == MODEL_KERNELS
     assert left_over(settings) == []
 
 

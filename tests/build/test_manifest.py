@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from futransformer.build.compile import build_kernels
+from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.export import export, load_exported
 from futransformer.build.load import load_or_build
 from futransformer.build.manifest import (
@@ -147,6 +147,9 @@ def test_a_corrupt_export_is_refused(built: ModelManifest, tmp_path: Path) -> No
     with pytest.raises(ArtifactError, match="cannot be read"):
         load_exported(tmp_path)
     assert len(read_model_manifest(tmp_path / "manifest.json").kernels) == 2
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ArtifactError, match=r"is no export.*futransformer build CONFIG --output"):
+        load_exported(tmp_path)
 
 
 def test_an_export_that_cannot_be_written_says_so(built: ModelManifest, tmp_path: Path) -> None:
@@ -168,13 +171,16 @@ def test_kernels_come_from_an_export_or_from_the_cache(
     }
 
     calls = len(nvcc.calls)
-    lines: list[str] = []
+    events: list[BuildEvent] = []
     monkeypatch.setattr("futransformer.build.load.build_kernels", _with_tiny_renderer)
-    loaded = load_or_build((*SPECS, TinySpec("three")), settings=settings, progress=lines.append)
+    loaded = load_or_build((*SPECS, TinySpec("three")), settings=settings, progress=events.append)
     assert list(loaded) == [*from_export, "three"]
     assert len(nvcc.calls) == calls + 1
-    assert len(lines) == 1
-    assert lines[0].startswith("[3/3] three (")
+    assert [(event.record.name, event.cached) for event in events] == [
+        (SPECS[0].name, True),
+        (SPECS[1].name, True),
+        ("three", False),
+    ]
 
 
 def _with_tiny_renderer(*args: Any, **kwargs: Any) -> tuple[KernelRecord, ...]:
@@ -183,7 +189,10 @@ def _with_tiny_renderer(*args: Any, **kwargs: Any) -> tuple[KernelRecord, ...]:
 
 def test_an_export_of_another_model_or_interface_is_refused(built: ModelManifest, tmp_path: Path) -> None:
     export(built, tmp_path)
-    with pytest.raises(ArtifactError, match=r"has no kernel three.*futransformer build CONFIG --output"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"lacks 1 of 1 kernels, first three; it was exported for tiny-model \(bf16\).*run: futransformer build",
+    ):
         load_or_build((TinySpec("three"),), folder=tmp_path)
     with pytest.raises(ArtifactError, match="kernel one has another launch interface"):
         load_or_build((TinySpec("one", block=64),), folder=tmp_path)

@@ -74,6 +74,7 @@ def test_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("3000000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000000\ninactive_file 1500000000\n")
     assert available_memory(tmp_path, meminfo) == 2_500_000_000
+    assert available_memory(tmp_path, tmp_path / "nowhere") is None
 
 
 def test_cores_are_what_affinity_and_container_leave(tmp_path: Path) -> None:

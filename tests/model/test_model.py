@@ -213,6 +213,8 @@ def ready(tiny_base_model: Path) -> Llama:
 BAD_PROMPTS = {
     "no prompt": ([], "batch is empty"),
     "an empty prompt": ([[1], []], "prompt 1 is empty"),
+    "text": (["Hello"], "prompt 0 is 'Hello', not a list of token ids.*Tokenizer"),
+    "one prompt, not a batch": ([1, 2, 3], "prompt 0 is 1, not a list of token ids"),
     "a token too large": ([[1], [5, 258]], "prompt 1: token 258 is outside the vocabulary of 258"),
     "a negative token": ([[-1]], "prompt 0: token -1 is outside"),
     "a prompt longer than the cache": ([[1] * 257], r"need 5 more pages.*KV cache's 4 \(256 tokens\)"),
@@ -223,6 +225,7 @@ BAD_PROMPTS = {
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
 def test_a_bad_batch_is_refused_and_the_model_goes_on(ready: Llama, case: str) -> None:
+    prompts: Any
     prompts, message = BAD_PROMPTS[case]
     good = make_prompts((20,))
     before = ready.prefill(good)
@@ -286,6 +289,52 @@ def test_without_a_hopper_gpu_the_reference_serves_and_cuda_is_refused(tiny_base
     assert isinstance(Llama.from_pretrained(tiny_base_model).ops, ReferenceOps)
     with pytest.raises(DeviceError, match="no Hopper GPU"):
         Llama.from_pretrained(tiny_base_model, device="cuda")
+
+
+def test_devices_that_will_not_do(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="there is no device 'gpu': give cpu or cuda"):
+        Llama.from_pretrained(tiny_base_model, device="gpu")
+    with pytest.raises(InputError, match="runs on cpu or cuda, not on mps"):
+        Llama.from_pretrained(tiny_base_model, device="mps")
+    monkeypatch.setattr(model_module, "require_hopper", lambda: torch.device("cuda", 0))
+    with pytest.raises(InputError, match=r"current GPU, cuda:0, not on cuda:1.*set_device\(1\)"):
+        Llama.from_pretrained(tiny_base_model, device="cuda:1")
+
+
+def test_kernels_ask_for_a_gpu(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Never the reference in their place: whoever names kernels means them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="no Hopper GPU"):
+        Llama.from_pretrained(tiny_base_model, kernels=tmp_path)
+    with pytest.raises(InputError, match="are for a GPU"):
+        Llama.from_pretrained(tiny_base_model, kernels=tmp_path, device="cpu")
+    with pytest.raises(InputError, match="are for a GPU"):
+        load(tiny_base_model, kernels=tmp_path)
+
+
+def test_an_allocation_that_fails_is_no_traceback(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory was counted, and another process took it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd much more.")
+
+    model = load(tiny_base_model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_module, "load_weights", refuse)
+        with pytest.raises(
+            OutOfMemoryError, match=r"loading tiny-base, which needs .*GiB.*Tried to allocate 2.00 GiB\. u"
+        ):
+            load(tiny_base_model)
+    monkeypatch.setattr(model.ops, "gate_up", refuse)
+    with pytest.raises(OutOfMemoryError, match=r"reading prompts: CUDA out of memory.*fewer or shorter ones"):
+        model.prefill([[1, 2, 3]])
+
+
+def test_passes_and_rows_that_mean_nothing(ready: Llama) -> None:
+    with pytest.raises(InputError, match="max_rows must not be 0"):
+        Llama(ready.config, ready.ops, ready.weights, ready.cache, max_rows=0)
+    with pytest.raises(InputError, match="not of 'first'"):
+        ready.prefill([[1]], rows="first")  # type: ignore[arg-type]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(

@@ -20,15 +20,17 @@ static int layout_offset(Layout const& layout, Coordinates... at) {
 
 template <int HeadDim, int TileN, int Stages>
 static int mismatches() {
-  constexpr int kTileM = 128, kPage = 64;
-  using Tiles = futransformer::AttentionTiles<Element, HeadDim, kTileM, TileN, Stages>;
+  constexpr int kTileM = 128, kPage = 64, kQStages = 2;
+  using Tiles = futransformer::AttentionTiles<Element, HeadDim, kTileM, TileN, kQStages, Stages>;
   int loads = 0, accumulators = 0, operands = 0;
 
   for (int column = 0; column < HeadDim; ++column) {
     int const block = column / 64;
     for (int row = 0; row < kTileM; ++row) {
-      int const written = Tiles::box_offset(kTileM, block, 0) + tma_offset(row, column % 64);
-      loads += written != layout_offset(typename Tiles::LayoutQ{}, row, column);
+      for (int stage = 0; stage < kQStages; ++stage) {
+        int const box = stage * kTileM * HeadDim + Tiles::box_offset(kTileM, block, 0);
+        loads += box + tma_offset(row, column % 64) != layout_offset(typename Tiles::LayoutQ{}, row, column, stage);
+      }
     }
     for (int stage = 0; stage < Stages; ++stage) {
       for (int token = 0; token < TileN; ++token) {

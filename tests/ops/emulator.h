@@ -42,6 +42,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -94,7 +95,8 @@ inline void expect(bool condition, char const* what) {
 struct Fiber {
   Index index;
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 17);
+  static constexpr int kStackBytes = 1 << 17;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
   unsigned cluster_rounds = 0;  // barriers of the cluster that it has waited for
 };
@@ -302,7 +304,7 @@ inline void prepare(Block& prepared, int threads) {
     auto fiber = std::make_unique<Fiber>();
     fiber->index.x = thread;
     getcontext(&fiber->context);
-    fiber->context.uc_stack = {fiber->stack.data(), 0, fiber->stack.size()};
+    fiber->context.uc_stack = {fiber->stack.get(), 0, Fiber::kStackBytes};
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, enter, 0);
     prepared.fibers.push_back(std::move(fiber));
@@ -420,6 +422,14 @@ T __shfl_xor_sync(uint32_t, T value, int distance) {
   return value;
 }
 
+template <class T>
+T __ldg(T const* source) {
+  return *source;
+}
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+
 namespace cutlass {
 struct bfloat16_t {
   uint16_t storage;
@@ -496,6 +506,22 @@ using bf16 = cutlass::bfloat16_t;
 inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
 inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
 inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
+inline uint4 pack_bf16x8(float const (&values)[8]) {
+  return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
+          pack_bf16x2(values[6], values[7])};
+}
+inline void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
+  uint32_t const pairs[4] = {word.x, word.y, word.z, word.w};
+  for (int i = 0; i < 8; ++i) values[i] = i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);
+}
+inline void load_bf16x8(bf16 const* source, float (&values)[8]) {
+  emulator::expect(reinterpret_cast<uintptr_t>(source) % 16 == 0, "a misaligned load of 16 bytes");
+  unpack_bf16x8(*reinterpret_cast<uint4 const*>(source), values);
+}
+inline void store_bf16x8(bf16* target, float const (&values)[8]) {
+  emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "a misaligned store of 16 bytes");
+  *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
+}
 inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;

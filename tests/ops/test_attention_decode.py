@@ -16,7 +16,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import attention_decode_spec
-from futransformer.generator.plan import make_plan, model_heads
+from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import BF16, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec, Heads
 from futransformer.library import KernelLibrary
@@ -144,7 +144,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 17, 33])
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 17, 33, 129])
 @pytest.mark.parametrize("model", MODELS)
 def test_ragged_batches(gpu_ops: GpuOps, model: str, batch: int) -> None:
     problem = on_gpu(gpu_ops, model, ragged(batch))
@@ -321,13 +321,13 @@ def test_streams_take_turns(gpu_ops: GpuOps, model: str) -> None:
 def test_reference(model: str) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
-    problem = Problem(ReferenceOps(config), model_heads(config), [1, 0, 63, 64, 65, 300])
+    problem = Problem(ReferenceOps(config), config.heads, [1, 0, 63, 64, 65, 300])
     problem.check(problem.run())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_has_a_legal_spec(name: str) -> None:
-    heads = model_heads(load_config(name))
+    heads = load_config(name).heads
     spec = attention_decode_spec(heads, get_precision("bf16"))
     assert str(heads) in spec.name
     assert spec.threads == 160
@@ -459,6 +459,11 @@ def test_nothing_to_do_launches_nothing(recorded: RecordingKernel) -> None:
         ({"q": torch.zeros(3, 512)}, r"q must be torch\.bfloat16"),
         ({"q": torch.zeros(3, 256, dtype=torch.bfloat16)}, r"q must have shape \[any, 512\]"),
         ({"q": torch.tensor(0, dtype=torch.bfloat16)}, "q must have shape"),
+        ({"q": None}, "q must be a tensor, not NoneType"),
+        (
+            {"seqlens_k": torch.zeros(3, dtype=torch.int32, device="meta")},
+            "seqlens_k is on meta, the kernels are on cpu",
+        ),
         ({"q": torch.zeros(512, 3, dtype=torch.bfloat16).T}, "q must be contiguous"),
         ({"q": torch.zeros(3 * 512 + 1, dtype=torch.bfloat16)[1:].view(3, 512)}, "q starts at .*16 bytes"),
         ({"k_pages": torch.zeros(9, 2, 32, 64, dtype=torch.bfloat16)}, "k_pages must have shape"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from futransformer.build.compile import build_kernels
-from futransformer.build.sass import count_instructions, occurrences
+from futransformer.build.sass import count_instructions, find_nvdisasm, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.plan import make_plan, model_heads
+from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import BF16, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
 from futransformer.library import KernelLibrary
@@ -231,6 +232,26 @@ def test_large_scores(gpu_ops: GpuOps, model: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_growing_scores(gpu_ops: GpuOps, model: str) -> None:
+    """Keys that matter more the earlier they are met last: maxima grow, by less and by more than the threshold."""
+    problem = on_gpu(gpu_ops, model, [(300, 1500), (1088, 1088), (129, 4000)])
+    for keys in problem.keys:
+        keys.mul_(torch.logspace(1, -1, len(keys), device=keys.device)[:, None, None])
+    problem._fill_pages(torch.Generator().manual_seed(1))
+    problem.check(problem.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+def test_many_prompts(gpu_ops: GpuOps, model: str) -> None:
+    """More items than blocks, and more sequences than a warp has lanes."""
+    lengths = [(64 + 37 * index, 64 + 37 * index + 100 * (index % 3)) for index in range(40)]
+    problem = on_gpu(gpu_ops, model, lengths)
+    problem.check(problem.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
 def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
     """Over 32k tokens with V = 1 the weights must sum to 1: no drift of the running sum or of its corrections."""
     problem = on_gpu(gpu_ops, model, [(200, 32_768), (130, 32_700)])
@@ -254,20 +275,26 @@ def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: s
 def test_reference(model: str) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
-    problem = Problem(
-        ReferenceOps(config), model_heads(config), [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)]
-    )
+    problem = Problem(ReferenceOps(config), config.heads, [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)])
     problem.check(problem.run())
+
+
+def prefill_spec(**changes: Any) -> AttentionPrefillSpec:
+    """The spec of an 8B model, with changes."""
+    fields: dict[str, Any] = {"element": BF16, "heads": Heads(32, 8, 128), "tile_m": 128, "tile_n": 128, "stages": 2}
+    return AttentionPrefillSpec(**{**fields, "turns": True, "rescale_threshold": 8, **changes})
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
-    heads = Heads(32, 2, 64) if model == "group16" else model_heads(load_config(model))
+    heads = Heads(32, 2, 64) if model == "group16" else load_config(model).heads
     for tile_n, stages in ((128, 2), (64, 2), (64, 4)):
-        spec = AttentionPrefillSpec(BF16, heads, tile_m=128, tile_n=tile_n, stages=stages)
-        assert spec.shared_bytes == 256 * heads.head_dim + 4 * stages * tile_n * heads.head_dim + 8 + 32 * stages
+        spec = prefill_spec(heads=heads, tile_n=tile_n, stages=stages)
+        tiles = 2 * 128 + 2 * stages * tile_n  # of Q, K and V, in rows
+        assert spec.shared_bytes == tiles * heads.head_dim * 2 + 4 * 32 + 8 * (2 * 2 + 4 * stages)
         assert str(heads) in spec.name
-        assert f"128x{tile_n}_s{stages}" in spec.name
+        assert f"128x{tile_n}_s{stages}_turns_r8" in spec.name
+    assert "turns" not in prefill_spec(heads=heads, turns=False).name
 
 
 @pytest.mark.parametrize(
@@ -280,20 +307,22 @@ def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
         ({"tile_n": 256}, "tile_n must be 64 or 128"),
         ({"stages": 1}, "stages must be at least 2"),
         ({"stages": 4}, "shared memory"),
+        ({"rescale_threshold": -1}, "rescale_threshold must be 0 to 16"),
+        ({"rescale_threshold": 17}, "rescale_threshold must be 0 to 16"),
     ],
 )
 def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> None:
-    fields: dict[str, Any] = {"element": BF16, "heads": Heads(32, 8, 128), "tile_m": 128, "tile_n": 128, "stages": 2}
     with pytest.raises(UnsupportedError, match=message):
-        AttentionPrefillSpec(**{**fields, **changes})
+        prefill_spec(**changes)
 
 
 class RecordingKernel:
     """Stands in for a loaded kernel on the CPU: remembers its launches."""
 
     def __init__(self, heads: Heads) -> None:
-        self.spec = AttentionPrefillSpec(BF16, heads, tile_m=128, tile_n=128, stages=2)
+        self.spec = prefill_spec(heads=heads)
         self.device = torch.device("cpu")
+        self.sm_count = 20
         self.launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
 
     def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
@@ -324,19 +353,34 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordingKernel:
 
 
 def test_launch(recorded: RecordingKernel) -> None:
-    """Every parameter of the ABI once; a grid of heads, sequences and query tiles; boxes as the kernel expects them."""
+    """Every parameter of the ABI once; a block a multiprocessor, if there are as many items; the kernel's boxes."""
     inputs = small_inputs()
     out = torch.empty_like(inputs["q"])
     assert AttentionPrefill(recorded)(**inputs, out=out) is out  # type: ignore[arg-type]
     ((grid, arguments),) = recorded.launches
-    assert grid == (8, 2, 2)
+    assert grid == (20, 1, 1)
     assert list(arguments) == [param.name for param in recorded.spec.params]
     assert (arguments["q"].shape, arguments["q"].box) == ((300, 512), (128, 64))
     for name in ("k_pages", "v_pages"):
         assert (arguments[name].shape, arguments[name].box) == ((6 * 2 * PAGE_SIZE, 64), (PAGE_SIZE, 64))
     assert arguments["out"] is out
     assert arguments["block_table_stride"] == 4
+    assert arguments["sequences"] == 2
+    assert arguments["tickets"].tolist() == [0]
     assert arguments["softmax_scale"] == 0.125
+
+
+def test_a_block_an_item_at_most(recorded: RecordingKernel) -> None:
+    """One sequence of up to 128 queries and 8 heads are 8 items; the counter of tickets is one for all launches."""
+    attention, inputs = AttentionPrefill(recorded), small_inputs()  # type: ignore[arg-type]
+    inputs["block_table"] = inputs["block_table"][:1]
+    inputs["cu_seqlens_q"] = torch.tensor([0, 100], dtype=torch.int32)
+    inputs["seqlens_k"] = inputs["seqlens_k"][:1]
+    for _ in range(2):
+        attention(**{**inputs, "max_seqlen_q": 100})
+    assert [grid for grid, _ in recorded.launches] == [(8, 1, 1)] * 2
+    first, second = (arguments["tickets"] for _, arguments in recorded.launches)
+    assert first.data_ptr() == second.data_ptr()
 
 
 def test_nothing_to_do_launches_nothing(recorded: RecordingKernel) -> None:
@@ -351,6 +395,11 @@ def test_nothing_to_do_launches_nothing(recorded: RecordingKernel) -> None:
     [
         ({"q": torch.zeros(300, 512)}, r"q must be torch\.bfloat16"),
         ({"q": torch.zeros(300, 256, dtype=torch.bfloat16)}, r"q must have shape \[any, 512\]"),
+        ({"q": None}, "q must be a tensor, not NoneType"),
+        (
+            {"seqlens_k": torch.zeros(2, dtype=torch.int32, device="meta")},
+            "seqlens_k is on meta, the kernels are on cpu",
+        ),
         ({"q": torch.zeros(512, 300, dtype=torch.bfloat16).T}, "q must .*"),
         ({"k_pages": torch.zeros(6, 2, 32, 64, dtype=torch.bfloat16)}, "k_pages must have shape"),
         ({"v_pages": torch.zeros(7, 2, 64, 64, dtype=torch.bfloat16)}, "v_pages must have shape"),
@@ -376,18 +425,34 @@ def test_wrong_arguments_are_named(recorded: RecordingKernel, changes: dict[str,
 
 @pytest.mark.compile
 @pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
-def test_kernel_compiles_to_wgmma_and_tma(model: str) -> None:
-    """wgmma and TMA loads, no access to local memory; the build itself refuses spills and serialised wgmma."""
+def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
+    """wgmma and TMA loads, no access to local memory; the exponentials run beside the output's wgmma.
+
+    The build itself refuses spills and serialised wgmma. That ptxas leaves every exponential of the loop between the
+    wait for the scores and the wait for the output is what half of the overlap depends on.
+    """
     settings = BuildSettings.from_environment()
     spec = make_plan(load_config(model), "bf16").attention_prefill
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
     head_dim, tile_n = spec.heads.head_dim, spec.tile_n
-    # Four places issue a tile's scores or output: before the loops, in both loops (masked and not), after them.
-    scores, output = 3 * head_dim // 16, 3 * tile_n // 16
-    assert occurrences(counts, "HGMMA") == scores + output
+    # Scores are issued before the loop and in it, outputs in it and behind it.
+    assert occurrences(counts, "HGMMA") == 2 * head_dim // 16 + 2 * tile_n // 16
     assert occurrences(counts, "UTMALDG") > 0
     assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
+
+    command = [str(find_nvdisasm(settings)), "--print-code", str(record.cubin)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    between = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([01])", code)
+    assert between[1::2] == ["0", "1", "0", "0"]
+    # A thread has two rows of tile_n / 4 columns, and one correction of each.
+    assert [text.count("MUFU.EX2") for text in between[::2]] == [0, tile_n // 2 + 2, tile_n // 2 + 2, 0, 0]
+
+
+@pytest.mark.compile
+def test_schedule_in_the_emulator(emulate: Callable[[str], str]) -> None:
+    """Every item once and longest first, whatever the lengths; the counter of tickets is put back."""
+    assert emulate("attention_schedule") == ""
 
 
 @pytest.mark.compile

@@ -26,6 +26,7 @@ from futransformer.ops import decode_gemm
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops.tolerance import worst_block
 
 MODELS = ("smollm2-135m", "llama-3.1-8b")
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -144,10 +145,8 @@ def assert_close(problem: Problem, outputs: Tensors, rows: int) -> None:
         rounding = 2.0**-14 if problem.op == "lm_head" else precision.atol / 2
         limit = rounding * float(want.abs().max()) if problem.op == "lm_head" else allowed_error(bf16, want, precision)
         assert largest_error(actual, want) <= limit, name
-        actual, want = (t.reshape(-1, 16) for t in (actual, want))  # noqa: PLW2901
-        norm = want.norm(dim=1)
-        relative = (actual - want).norm(dim=1) / norm.clamp_min(1e-3 * norm.mean())
-        assert relative.max() <= 4 * rounding, f"{name}: a block of 16 columns is off by {relative.max():.3e}"
+        relative = worst_block(actual, want)
+        assert relative <= 4 * rounding, f"{name}: a block of 16 columns is off by {relative:.3e}"
     if "sumsq_out" in outputs:
         parts = outputs["out"][:rows].float().square().view(rows, outputs["sumsq_out"].shape[1], -1).sum(-1)
         torch.testing.assert_close(outputs["sumsq_out"][:rows], parts, rtol=1e-5, atol=0)
@@ -159,7 +158,7 @@ def assert_same_bits(first: Tensors, second: Tensors, message: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [*BATCHES, 65, 130])
+@pytest.mark.parametrize("rows", [*BATCHES, 65, 127, 129])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_projection(gpu_ops: Kernels, model: str, op: Projection, rows: int) -> None:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from futransformer.build.settings import BuildSettings
-from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
-from futransformer.generator.plan import make_plan
+from futransformer.generator.plan import make_plan, projections
 from futransformer.ops.interface import Projection
 from futransformer.packing import pack_decode, pack_prefill, unpack_decode, unpack_prefill
 
@@ -86,11 +84,13 @@ def test_decode_order(op: Projection) -> None:
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
 def test_packed_shapes_are_what_the_kernels_read(model: str) -> None:
-    plan = make_plan(load_config(model), "bf16")
+    config = load_config(model)
+    plan = make_plan(config, "bf16")
     for op in OPS:
-        spec = plan.prefill[op]
-        logical = torch.empty(spec.n, spec.k, dtype=torch.bfloat16, device="meta")
-        assert pack_prefill(op, logical).shape == (spec.n, spec.k)
+        n, k = projections(config)[op]
+        logical = torch.empty(n, k, dtype=torch.bfloat16, device="meta")
+        for spec in plan.prefill[op].values():
+            assert pack_prefill(op, logical).shape == (spec.n, spec.k)
         for decode_spec in plan.decode[op].values():
             assert pack_decode(op, logical).shape == decode_spec.weight_shape
 
@@ -113,24 +113,9 @@ def test_shapes_that_no_kernel_reads_are_refused(
         pack(op, torch.zeros(shape))
 
 
-@pytest.fixture(scope="module")
-def emulated_warp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the decode warp for the host: our fragment header around CuTe's traits."""
-    settings = BuildSettings.from_environment()
-    program = tmp_path_factory.mktemp("fragments") / "fragments"
-    toolkit = find_nvcc(settings).path.resolve().parent.parent / "include"
-    includes = [settings.include_dir, find_cutlass_include(settings), toolkit, toolkit / "cccl"]
-    options = [option for folder in includes for option in ("-isystem", str(folder))]
-    source = Path(__file__).parent / "fragments.cpp"
-    command = [str(find_host_compiler(settings)), "-std=c++17", "-O1", *options, str(source), "-o", str(program)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return program
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize(("n", "k", "m"), [(16, 32, 8), (48, 96, 16), (64, 576, 64)])
-def test_fragments_against_cute(emulated_warp: Path, tmp_path: Path, n: int, k: int, m: int) -> None:
+def test_fragments_against_cute(with_cute: Callable[[str], Path], tmp_path: Path, n: int, k: int, m: int) -> None:
     """Packed weights, the kernel's fragment arithmetic and CuTe's MMA layouts together are x W^T, exactly."""
     generator = torch.Generator().manual_seed(n + k + m)
     weight = torch.randint(-8, 9, (n, k), generator=generator).bfloat16()
@@ -138,6 +123,14 @@ def test_fragments_against_cute(emulated_warp: Path, tmp_path: Path, n: int, k: 
     files = [tmp_path / name for name in ("weight", "x", "out")]
     for file, tensor in zip(files, (pack_decode("o", weight), x), strict=False):
         file.write_bytes(tensor.view(torch.int16).numpy().tobytes())
-    subprocess.run([emulated_warp, str(n), str(k), str(m), *files], check=True)
+    subprocess.run([with_cute("fragments"), str(n), str(k), str(m), *files], check=True)
     out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
     assert torch.equal(out, x.float() @ weight.float().T)
+
+
+@pytest.mark.compile
+def test_accumulators_against_cute(with_cute: Callable[[str], Path]) -> None:
+    """Prefill's store order rests on this: columns 8 j + 2 t + {0, 1} of a quad's lane t, rows eight apart."""
+    ran = subprocess.run([with_cute("accumulators")], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.count(" 0 mismatches") == 8

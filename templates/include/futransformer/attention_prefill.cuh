@@ -1,14 +1,16 @@
 // Prefill attention for sm_90a: O = softmax(scale Q K^T + causal mask) V, BF16 operands, float32 softmax and sums.
 //
-// Varlen, causal, grouped-query, over paged K and V (docs/architecture.md has the layouts). One block computes TileM
-// queries of one head of one sequence. Warpgroup 0 is the producer: one thread keeps a ring of `Stages` tiles of K and
-// one of V in flight by TMA, a box of one page by 64 features (128 swizzled bytes) at a time. Warpgroups 1 and 2 own 64
+// Varlen, causal, grouped-query, over paged K and V (docs/architecture.md has the layouts). The grid is persistent: a
+// block computes a share of a list of items (attention_schedule.cuh), an item being TileM queries of one head of one
+// sequence. Warp 0 is the producer: it finds the items and keeps rings of Q, K and V full by TMA, a box of one page by
+// 64 features (128 swizzled bytes) at a time, without a break from one item to the next. Warpgroups 1 and 2 own 64
 // queries each. Keys are walked from the last visible tile to the first, so that masking is over after the first tiles.
 //
-// Two overlaps keep the tensor cores busy while the special-function units compute exponentials. Within a warpgroup,
+// Three overlaps keep the tensor cores busy while the special-function units compute exponentials. Within a warpgroup,
 // the scores of the next tile and the output of the last one are issued together, and the softmax of the one runs
-// beside the multiplication of the other. Between the warpgroups, named barriers make them take turns at issuing, so
-// that one's softmax falls into the other's multiplications.
+// beside the multiplication of the other. From item to item this goes on: the first scores of the next item are issued
+// with the last output of this one. Between the warpgroups, named barriers make them take turns at issuing, so that
+// one's softmax falls into the other's multiplications.
 //
 // What must never reach a result:
 // - keys past a query's own position, among them unused slots of the last page: scores are *replaced* by -inf.
@@ -26,6 +28,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "attention_schedule.cuh"
 #include "attention_tiles.cuh"
 #include "barrier.cuh"
 #include "numeric.cuh"
@@ -50,7 +53,7 @@ CUTLASS_DEVICE void transpose_over_quad(uint32_t (&words)[4]) {
 }
 
 // `out` [tokens, Heads * HeadDim], `block_table` [sequences, block_table_stride], `cu_seqlens_q` [sequences + 1],
-// `seqlens_k` [sequences].
+// `seqlens_k` [sequences], `tickets` [1], zero before and after.
 template <class Element>
 struct AttentionPrefillArguments {
   Element* out;
@@ -58,10 +61,14 @@ struct AttentionPrefillArguments {
   int block_table_stride;
   int const* cu_seqlens_q;
   int const* seqlens_k;
+  int sequences;
+  int* tickets;
   float softmax_scale;
 };
 
-template <class Element, int Heads, int KvHeads, int HeadDim, int PageSize, int TileM, int TileN, int Stages>
+// `Turns`: the consumers take turns at issuing. `RescaleThreshold`: see OnlineSoftmax.
+template <class Element, int Heads, int KvHeads, int HeadDim, int PageSize, int TileM, int TileN, int Stages,
+          bool Turns, int RescaleThreshold>
 struct AttentionPrefill {
   static_assert(TileM == 128, "two consumer warpgroups of 64 queries");
   static_assert(TileN % PageSize == 0, "a tile of keys is a whole number of pages");
@@ -73,7 +80,12 @@ struct AttentionPrefill {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
-  using Tiles = AttentionTiles<Element, HeadDim, TileM, TileN, Stages>;
+  // The next item's Q arrives while this one's is read. A description of an item outlives its Q by one tile: the output
+  // is stored after the next item's first scores were issued.
+  static constexpr int kQStages = 2;
+  static constexpr int kWorkSlots = 4;
+
+  using Tiles = AttentionTiles<Element, HeadDim, TileM, TileN, kQStages, Stages>;
   static constexpr int kBoxColumns = Tiles::kBoxColumns;
   static constexpr int kColumnBlocks = Tiles::kColumnBlocks;
   static constexpr int kPagesPerTile = TileN / PageSize;
@@ -83,11 +95,24 @@ struct AttentionPrefill {
   using PipelineState = cutlass::PipelineState<Stages>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using Items = WorkList<Heads, TileM>;
+
+  // An item as the consumers see it.
+  struct alignas(16) Work {
+    int tiles;  // of keys, at least one: queries that see no key need no path of their own; zero: no more items
+    int sees;   // keys that the tile's first query sees; each query sees one more than the one before
+    int seqlen_k;
+    int head;
+    int first_row;  // of Q and of the output
+    int rows;       // of the output that belong to the sequence: those from TileM on are other items'
+    int lacks_pages;  // the sequence is longer than its row of the block table: its output is NaN
+  };
 
   struct Barriers {
-    FullBarrier q_full;
+    FullBarrier q_full[kQStages];
     FullBarrier k_full[Stages];
     FullBarrier v_full[Stages];
+    EmptyBarrier q_empty[kQStages];
     EmptyBarrier k_empty[Stages];
     EmptyBarrier v_empty[Stages];
   };
@@ -95,6 +120,7 @@ struct AttentionPrefill {
     cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutQ>, 1024> q;
     cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutK>, 1024> k;
     cute::array_aligned<Element, cute::cosize_v<typename Tiles::LayoutV>, 1024> v;
+    Work work[kWorkSlots];
     Barriers barriers;
   };
   // What the launch must provide: the storage without the padding behind its last barrier.
@@ -102,15 +128,11 @@ struct AttentionPrefill {
 
   using Arguments = AttentionPrefillArguments<Element>;
 
-  // The grid is (heads, sequences, query tiles of the longest sequence). Blocks start roughly in that order, tiles
-  // slowest and the last, longest ones first; the heads of a group run side by side and share K and V in L2.
+  // The grid is (blocks, 1, 1), at most one block a multiprocessor.
   CUTLASS_DEVICE static void run(CUtensorMap const& map_q, CUtensorMap const& map_k, CUtensorMap const& map_v,
                                  Arguments const& arguments) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-
-    Work const work(arguments);
-    if (work.first_query >= work.seqlen_q) return;
 
     if (threadIdx.x == 0) {
       initialise(shared.barriers);
@@ -121,48 +143,24 @@ struct AttentionPrefill {
     int const warpgroup = cutlass::canonical_warp_group_idx();
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (threadIdx.x == 0) produce(shared, map_q, map_k, map_v, arguments, work);
+      if (cutlass::canonical_warp_idx_sync() == 0) produce(shared, map_q, map_k, map_v, arguments);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-      consume(shared, arguments, work, warpgroup - 1);
+      consume(shared, arguments, warpgroup - 1);
     }
   }
 
  private:
-  // What one block computes, in tokens of its sequence.
-  struct Work {
-    int head;
-    int sequence;
-    int first_query;
-    int first_row;  // row of Q and of the output that holds first_query
-    int seqlen_q;
-    int seqlen_k;
-    int shift;    // query i sees the keys up to i + shift
-    int visible;  // keys that the tile's last query sees; zero or less: none
-    int tiles;    // of keys; at least one, so that queries that see no key need no path of their own
-    bool lacks_pages;  // the sequence is longer than its row of the block table: its output is NaN
-
-    CUTLASS_DEVICE explicit Work(Arguments const& arguments)
-        : head(blockIdx.x), sequence(blockIdx.y), first_query((gridDim.z - 1 - blockIdx.z) * TileM) {
-      int const begin = arguments.cu_seqlens_q[sequence];
-      first_row = begin + first_query;
-      seqlen_q = arguments.cu_seqlens_q[sequence + 1] - begin;
-      seqlen_k = arguments.seqlens_k[sequence];
-      shift = seqlen_k - seqlen_q;
-      int const room = arguments.block_table_stride * PageSize;
-      lacks_pages = seqlen_k > room;
-      visible = min(min(seqlen_k, room), first_query + TileM + shift);
-      tiles = max(1, (visible + TileN - 1) / TileN);
-    }
-  };
-
   // Rows of the tensor maps of K and V at which the pages of one tile begin.
   struct PageRows {
     int row[kPagesPerTile];
   };
 
   CUTLASS_DEVICE static void initialise(Barriers& barriers) {
-    barriers.q_full.init(1);
+    for (int stage = 0; stage < kQStages; ++stage) {
+      barriers.q_full[stage].init(1);
+      barriers.q_empty[stage].init(kConsumerWarps);
+    }
     for (int stage = 0; stage < Stages; ++stage) {
       barriers.k_full[stage].init(1);
       barriers.v_full[stage].init(1);
@@ -190,55 +188,96 @@ struct AttentionPrefill {
     }
   }
 
-  CUTLASS_DEVICE static PageRows page_rows(Arguments const& arguments, Work const& work, int tile) {
-    int const* const table = arguments.block_table + int64_t(work.sequence) * arguments.block_table_stride;
-    int const kv_head = work.head / (Heads / KvHeads);
-    PageRows pages;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPagesPerTile; ++i) {
-      int const page = tile * kPagesPerTile + i;
-      // A box that lies outside the tensor is filled with zeros.
-      pages.row[i] = page * PageSize < work.visible ? (table[page] * KvHeads + kv_head) * PageSize : -PageSize;
-    }
-    return pages;
+  CUTLASS_DEVICE static Work describe(Arguments const& arguments, typename Items::Item const& item) {
+    int const begin = arguments.cu_seqlens_q[item.sequence];
+    int const seqlen_q = arguments.cu_seqlens_q[item.sequence + 1] - begin;
+    int const room = arguments.block_table_stride * PageSize;
+    Work work;
+    work.seqlen_k = arguments.seqlens_k[item.sequence];
+    work.sees = item.first_query + 1 + work.seqlen_k - seqlen_q;
+    work.tiles = max(1, (visible_keys(work.sees, min(work.seqlen_k, room)) + TileN - 1) / TileN);
+    work.head = item.head;
+    work.first_row = begin + item.first_query;
+    work.rows = seqlen_q - item.first_query;
+    work.lacks_pages = work.seqlen_k > room;
+    return work;
   }
 
+  // Of `keys` that exist, those that the item's last query sees; zero or less: none.
+  CUTLASS_DEVICE static int visible_keys(int sees, int keys) { return min(keys, sees + TileM - 1); }
+
+  // One warp; its first lane issues the copies.
   CUTLASS_DEVICE static void produce(SharedStorage& shared, CUtensorMap const& map_q, CUtensorMap const& map_k,
-                                     CUtensorMap const& map_v, Arguments const& arguments, Work const& work) {
-    for (CUtensorMap const* map : {&map_q, &map_k, &map_v}) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+                                     CUtensorMap const& map_v, Arguments const& arguments) {
+    bool const leads = threadIdx.x == 0;
+    if (leads) {
+      for (CUtensorMap const* map : {&map_q, &map_k, &map_v}) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+      }
     }
     Barriers& barriers = shared.barriers;
-    barriers.q_full.arrive_and_expect_tx(kQBytes);
-    CUTLASS_PRAGMA_UNROLL
-    for (int block = 0; block < kColumnBlocks; ++block) {
-      Element* const box = shared.q.data() + Tiles::box_offset(TileM, block, 0);
-      load_box(map_q, barriers.q_full, box, work.head * HeadDim + block * kBoxColumns, work.first_row);
-    }
-
     PipelineState k(0, 1, 0);  // a fresh ring is empty: its "previous" phase has passed
     PipelineState v(0, 1, 0);
     auto load_k = [&](PageRows const& pages) {
       wait(barriers.k_empty[k.index()], k.phase());
-      load_tile(map_k, barriers.k_full[k.index()], shared.k.data() + k.index() * TileN * HeadDim, pages);
+      if (leads) load_tile(map_k, barriers.k_full[k.index()], shared.k.data() + k.index() * TileN * HeadDim, pages);
       ++k;
     };
     auto load_v = [&](PageRows const& pages) {
       wait(barriers.v_empty[v.index()], v.phase());
-      load_tile(map_v, barriers.v_full[v.index()], shared.v.data() + v.index() * TileN * HeadDim, pages);
+      if (leads) load_tile(map_v, barriers.v_full[v.index()], shared.v.data() + v.index() * TileN * HeadDim, pages);
       ++v;
     };
-    // In the order of use: the scores of a tile are computed before the output of the tile before it.
-    PageRows pages = page_rows(arguments, work, work.tiles - 1);
-    load_k(pages);
+
+    Tickets tickets(arguments.tickets);
+    Items items(arguments.cu_seqlens_q, arguments.seqlens_k, arguments.sequences);
+    typename Items::Item item;
+    PageRows pages;  // of the tile whose K is on its way and whose V is not yet
+    int count = 0;   // items so far
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = work.tiles - 2; tile >= 0; --tile) {
-      PageRows const next = page_rows(arguments, work, tile);
-      load_k(next);
-      load_v(pages);
-      pages = next;
+    for (; items.find(tickets.item(), item); tickets.next()) {
+      tickets.ask();
+      Work const work = describe(arguments, item);
+      int const visible = visible_keys(work.sees, min(work.seqlen_k, arguments.block_table_stride * PageSize));
+      int const stage = count % kQStages;
+      wait(barriers.q_empty[stage], count / kQStages % 2 ^ 1);
+      if (leads) {
+        shared.work[count % kWorkSlots] = work;
+        barriers.q_full[stage].arrive_and_expect_tx(kQBytes);
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kColumnBlocks; ++block) {
+          Element* const box = shared.q.data() + stage * TileM * HeadDim + Tiles::box_offset(TileM, block, 0);
+          load_box(map_q, barriers.q_full[stage], box, work.head * HeadDim + block * kBoxColumns, work.first_row);
+        }
+      }
+      int const* const table = arguments.block_table + int64_t(item.sequence) * arguments.block_table_stride;
+      int const kv_head = item.head / (Heads / KvHeads);
+      // In the order of use: the scores of a tile are computed before the output of the tile before it.
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tile = work.tiles - 1; tile >= 0; --tile) {
+        PageRows next;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPagesPerTile; ++i) {
+          int const page = tile * kPagesPerTile + i;
+          // A box that lies outside the tensor is filled with zeros.
+          next.row[i] = page * PageSize < visible ? (table[page] * KvHeads + kv_head) * PageSize : -PageSize;
+        }
+        load_k(next);
+        if (k.count() > 1) load_v(pages);
+        pages = next;
+      }
+      ++count;
     }
-    load_v(pages);
+    tickets.finish(items.size());
+    if (count > 0) load_v(pages);
+    // The end is an item without tiles, with an empty tile of K, for which the consumers need no case of their own.
+    wait(barriers.q_empty[count % kQStages], count / kQStages % 2 ^ 1);
+    wait(barriers.k_empty[k.index()], k.phase());
+    if (leads) {
+      shared.work[count % kWorkSlots].tiles = 0;
+      barriers.q_full[count % kQStages].arrive();
+      barriers.k_full[k.index()].arrive();
+    }
   }
 
   // Issue one tile's wgmma, a group of its own: c = a b, or c += a b. Both stay in flight.
@@ -265,28 +304,52 @@ struct AttentionPrefill {
   enum NamedBarrierId { kTurn, kTurnOfSecond, kTailIsZero };
 
   CUTLASS_DEVICE static void wait_for_turn(int consumer) {
-    cutlass::arch::NamedBarrier::sync(kConsumerThreads, kTurn + consumer);
+    if constexpr (Turns) cutlass::arch::NamedBarrier::sync(kConsumerThreads, kTurn + consumer);
   }
   CUTLASS_DEVICE static void pass_turn(int consumer) {
-    cutlass::arch::NamedBarrier::arrive(kConsumerThreads, kTurn + (consumer ^ 1));
+    if constexpr (Turns) cutlass::arch::NamedBarrier::arrive(kConsumerThreads, kTurn + (consumer ^ 1));
   }
 
-  // Overwrite V's rows from `first` on in the first stage, for both consumers. Whole rows of 128 bytes, so the swizzle,
+  // Overwrite the rows of a stage of V from `first` on, by both consumers. Whole rows of 128 bytes, so the swizzle,
   // which permutes within a row, does not matter.
-  CUTLASS_DEVICE static void zero_tail_of_v(SharedStorage& shared, int first) {
+  CUTLASS_DEVICE static void zero_tail(Element* stage_of_v, int first) {
     constexpr int kWords = kBoxColumns * sizeof(Element) / sizeof(uint4);  // a row
     int const thread = threadIdx.x - cutlass::NumThreadsPerWarpGroup;
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kColumnBlocks; ++block) {
-      uint4* const words = reinterpret_cast<uint4*>(shared.v.data() + Tiles::box_offset(TileN, block, 0));
+      uint4* const words = reinterpret_cast<uint4*>(stage_of_v + Tiles::box_offset(TileN, block, 0));
       for (int i = first * kWords + thread; i < TileN * kWords; i += kConsumerThreads) words[i] = uint4{};
     }
     cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
     cutlass::arch::NamedBarrier::sync(kConsumerThreads, kTailIsZero);
   }
 
-  CUTLASS_DEVICE static void consume(SharedStorage& shared, Arguments const& arguments, Work const& work,
-                                     int consumer) {
+  // Divide a finished output by its sums and write it.
+  template <class Tensor>
+  CUTLASS_DEVICE static void store(Arguments const& arguments, Work const& work, int row_in_tile,
+                                   float const (&sum)[2], Tensor const& output_by_row) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      float const factor = work.lacks_pages ? NAN : inverse_of_quad_sum(sum[row]);
+      bool const stored = row_in_tile + 8 * row < work.rows;
+      int64_t const offset = int64_t(work.first_row + row_in_tile + 8 * row) * (Heads * HeadDim) + work.head * HeadDim;
+      uint4* const target = reinterpret_cast<uint4*>(arguments.out + offset) + threadIdx.x % 4;
+      // Four groups of eight columns at a time: a lane has two columns of each, and wants all of one.
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < HeadDim / 32; ++group) {
+        uint32_t words[4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          int const column = 2 * (4 * group + i);
+          words[i] = pack_bf16x2(output_by_row(row, column) * factor, output_by_row(row, column + 1) * factor);
+        }
+        transpose_over_quad(words);
+        if (stored) target[4 * group] = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void consume(SharedStorage& shared, Arguments const& arguments, int consumer) {
     using namespace cute;
     Barriers& barriers = shared.barriers;
     int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
@@ -301,7 +364,7 @@ struct AttentionPrefill {
     auto const shared_q = make_tensor(make_smem_ptr(shared.q.data()), typename Tiles::LayoutQ{});
     auto const shared_k = make_tensor(make_smem_ptr(shared.k.data()), typename Tiles::LayoutK{});
     auto const shared_v = make_tensor(make_smem_ptr(shared.v.data()), typename Tiles::LayoutV{});
-    auto const my_q = local_tile(shared_q, Shape<_64, Int<HeadDim>>{}, make_coord(consumer, 0));
+    auto const my_q = local_tile(shared_q, Shape<_64, Int<HeadDim>>{}, make_coord(consumer, 0, _));
     auto fragment_q = slice_scores.make_fragment_A(slice_scores.partition_A(my_q));
     auto fragment_k = slice_scores.make_fragment_B(slice_scores.partition_B(shared_k));
     auto fragment_v = slice_output.make_fragment_B(slice_output.partition_B(shared_v));
@@ -311,6 +374,55 @@ struct AttentionPrefill {
     auto scores_by_row = rows_and_columns(scores);
     auto output_by_row = rows_and_columns(output);
     auto probabilities = make_tensor<Element>(partition_shape_A(mma_output, Shape<_64, Int<TileN>>{}));
+    OnlineSoftmax<RescaleThreshold> softmax(arguments.softmax_scale);
+    float correction[2];
+
+    PipelineState k;
+    PipelineState v;
+    int count = 0;  // the item whose scores are computed, and the tile of its keys
+    int tiles;
+    int tile;
+    int sees;
+
+    // Go to item `count`, and wait for its Q; false past the last one.
+    auto enter_item = [&] {
+      wait(barriers.q_full[count % kQStages], count / kQStages % 2);
+      Work const& work = shared.work[count % kWorkSlots];
+      sees = work.sees;
+      tiles = work.tiles;
+      tile = tiles - 1;
+      return tiles > 0;
+    };
+    auto work_before = [&]() -> Work const& { return shared.work[(count + kWorkSlots - 1) % kWorkSlots]; };
+    auto issue_scores = [&] {
+      auto const item_q = fragment_q(_, _, _, count % kQStages);
+      auto const tile_k = fragment_k(_, _, _, k.index());
+      issue(mma_scores, GMMA::ScaleOut::Zero, item_q, tile_k, scores);
+    };
+    auto issue_output = [&] {
+      wait(barriers.v_full[v.index()], v.phase());
+      auto const tile_v = fragment_v(_, _, _, v.index());
+      issue(mma_output, GMMA::ScaleOut::One, probabilities, tile_v, output);
+    };
+    // The scores have arrived: give back what they were computed from, and hide what the queries must not see.
+    auto finish_scores = [&] {
+      warpgroup_fence_operand(scores);
+      release(barriers.k_empty[k.index()]);
+      ++k;
+      if (tile == 0) release(barriers.q_empty[count % kQStages]);
+      // A tile needs no mask when the warpgroup's first query sees all of it. Replace, not add: an unused slot's score
+      // may be NaN. Keys from the sequence's end on are hidden from all rows that are stored.
+      if ((tile + 1) * TileN > sees + consumer * 64) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          int const hidden = sees + first_row + 8 * row - tile * TileN - 2 * (lane % 4);
+          CUTLASS_PRAGMA_UNROLL
+          for (int column = 0; column < size<1>(scores_by_row); ++column) {
+            if (column / 2 * 8 + column % 2 >= hidden) scores_by_row(row, column) = -INFINITY;
+          }
+        }
+      }
+    };
     // The scores' accumulator and P's operand hold the same elements in the same order (AttentionTiles).
     auto round_probabilities = [&] {
       auto packed = recast<uint32_t>(probabilities);
@@ -318,114 +430,80 @@ struct AttentionPrefill {
       for (int i = 0; i < size(packed); ++i) packed(i) = pack_bf16x2(scores(2 * i), scores(2 * i + 1));
       warpgroup_fence_operand(probabilities);
     };
-
-    // Replace, not add: an unused slot's score may be NaN. Keys from the sequence's end on are hidden from all rows
-    // that are stored, since the keys that query i sees, up to i + shift, come before seqlen_k.
-    auto hide_future = [&](int tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int row = 0; row < 2; ++row) {
-        int const query = work.first_query + first_row + 8 * row;
-        int const hidden = query + work.shift + 1 - tile * TileN - 2 * (lane % 4);
-        CUTLASS_PRAGMA_UNROLL
-        for (int column = 0; column < size<1>(scores_by_row); ++column) {
-          if (column / 2 * 8 + column % 2 >= hidden) scores_by_row(row, column) = -INFINITY;
-        }
+    // The item's first tile of V is the next in the ring; its tail past the sequence may hold NaN.
+    auto begin_output = [&](Work const& work) {
+      clear(output);
+      if (work.seqlen_k < work.tiles * TileN) {
+        wait(barriers.v_full[v.index()], v.phase());
+        zero_tail(shared.v.data() + v.index() * TileN * HeadDim, max(0, work.seqlen_k - (work.tiles - 1) * TileN));
       }
     };
+    // Go to the next tile, of this item or the next; false at the end.
+    auto advance = [&] {
+      if (tile > 0) {
+        --tile;
+        return true;
+      }
+      ++count;
+      return enter_item();
+    };
+    auto wait_for_k = [&] { wait(barriers.k_full[k.index()], k.phase()); };
 
-    OnlineSoftmax softmax(arguments.softmax_scale);
-    float correction[2];
-    PipelineState k;
-    PipelineState v;
-    int tile = work.tiles - 1;
-
-    wait(barriers.q_full, 0);
-    wait(barriers.k_full[k.index()], k.phase());
-    {
-      auto const tile_k = fragment_k(_, _, _, k.index());
-      issue(mma_scores, GMMA::ScaleOut::Zero, fragment_q, tile_k, scores);
-    }
+    if (!enter_item()) return;
+    wait_for_k();
+    issue_scores();
     warpgroup_wait<0>();
-    warpgroup_fence_operand(scores);
-    release(barriers.k_empty[k.index()]);
-    ++k;
-    hide_future(tile);
-    softmax.template update<true>(scores_by_row, correction);
+    finish_scores();
+    softmax.update(scores_by_row, correction);
+    wait_for_k();
     round_probabilities();
-    clear(output);
-    if (work.seqlen_k < work.tiles * TileN) {
-      wait(barriers.v_full[v.index()], v.phase());
-      zero_tail_of_v(shared, max(0, work.seqlen_k - tile * TileN));
-    }
+    begin_output(shared.work[0]);
 
-    // Scores and probabilities of `tile`; the output of the tile after it.
-    auto step = [&](auto masked) {
-      wait(barriers.k_full[k.index()], k.phase());
+    if (consumer == 1) pass_turn(consumer);
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (advance()) {
+      // Scores and probabilities of this tile; the output of the tile before.
       wait_for_turn(consumer);
-      auto const tile_k = fragment_k(_, _, _, k.index());
-      issue(mma_scores, GMMA::ScaleOut::Zero, fragment_q, tile_k, scores);
-      wait(barriers.v_full[v.index()], v.phase());
-      auto const tile_v = fragment_v(_, _, _, v.index());
-      issue(mma_output, GMMA::ScaleOut::One, probabilities, tile_v, output);
-      if (consumer == 0 || tile > 0) pass_turn(consumer);  // the second warpgroup's last turn has no successor
+      issue_scores();
+      issue_output();
+      pass_turn(consumer);
 
       warpgroup_wait<1>();
-      warpgroup_fence_operand(scores);
-      release(barriers.k_empty[k.index()]);
-      ++k;
-      if constexpr (decltype(masked)::value) hide_future(tile);
-      softmax.template update<decltype(masked)::value>(scores_by_row, correction);
+      finish_scores();
+      bool const begins = tile == tiles - 1;
+      float const finished_sum[2] = {softmax.sum[0], softmax.sum[1]};
+      if (begins) softmax.reset();
+      softmax.update(scores_by_row, correction);
 
+      // Two things keep the exponentials beside the output's wgmma, for ptxas moves arithmetic freely past the wait for
+      // it: that wait comes behind the loop that waits for the next K, and the vote on rescaling asks for the sums too,
+      // so that all of them are finished before that loop.
+      bool const corrects = correction[0] != 1.f || correction[1] != 1.f;
+      bool const rescales = __any_sync(0xffffffffu, corrects || !(softmax.sum[0] + softmax.sum[1] >= 0.f));
+      wait_for_k();
       warpgroup_wait<0>();
       warpgroup_fence_operand(output);
       warpgroup_fence_operand(probabilities);
       release(barriers.v_empty[v.index()]);
       ++v;
       round_probabilities();
-      CUTLASS_PRAGMA_UNROLL
-      for (int row = 0; row < 2; ++row) {
+      if (begins) {
+        store(arguments, work_before(), first_row, finished_sum, output_by_row);
+        begin_output(shared.work[count % kWorkSlots]);
+      } else if (rescales) {
         CUTLASS_PRAGMA_UNROLL
-        for (int column = 0; column < size<1>(output_by_row); ++column) output_by_row(row, column) *= correction[row];
+        for (int row = 0; row < 2; ++row) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int column = 0; column < size<1>(output_by_row); ++column) output_by_row(row, column) *= correction[row];
+        }
       }
-    };
-    if (consumer == 1 && work.tiles > 1) pass_turn(consumer);
-    // A tile needs no mask when the warpgroup's first query sees all of it.
-    int const seen_by_all = work.first_query + consumer * 64 + work.shift + 1;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (--tile; tile >= 0 && (tile + 1) * TileN > seen_by_all; --tile) step(true_type{});
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (; tile >= 0; --tile) step(false_type{});
-
-    wait(barriers.v_full[v.index()], v.phase());
-    {
-      auto const tile_v = fragment_v(_, _, _, v.index());
-      issue(mma_output, GMMA::ScaleOut::One, probabilities, tile_v, output);
     }
+
+    issue_output();
     warpgroup_wait<0>();
     warpgroup_fence_operand(output);
-
-    CUTLASS_PRAGMA_UNROLL
-    for (int row = 0; row < 2; ++row) {
-      float const factor = work.lacks_pages ? NAN : softmax.inverse_sum(row);
-      int const row_in_tile = first_row + 8 * row;
-      int64_t const offset = int64_t(work.first_row + row_in_tile) * (Heads * HeadDim) + work.head * HeadDim;
-      bool const stored = work.first_query + row_in_tile < work.seqlen_q;
-      // Four groups of eight columns at a time: a lane has two columns of each, and wants all of one.
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < HeadDim / 32; ++group) {
-        uint32_t words[4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          int const column = 2 * (4 * group + i);
-          words[i] = pack_bf16x2(output_by_row(row, column) * factor, output_by_row(row, column + 1) * factor);
-        }
-        transpose_over_quad(words);
-        if (stored) {
-          Element* const target = arguments.out + offset + 32 * group + 8 * (lane % 4);
-          *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
+    store(arguments, work_before(), first_row, softmax.sum, output_by_row);
+    if (consumer == 0) wait_for_turn(consumer);  // the second warpgroup's last turn: every barrier ends as it began
   }
 };
 

@@ -14,7 +14,7 @@
 
 namespace futransformer {
 
-template <class Element, int HeadDim, int TileM, int TileN, int Stages>
+template <class Element, int HeadDim, int TileM, int TileN, int QStages, int Stages>
 struct AttentionTiles {
   static constexpr int kBoxColumns = 64;
   static constexpr int kColumnBlocks = HeadDim / kBoxColumns;
@@ -24,8 +24,9 @@ struct AttentionTiles {
     return (column_block * rows + row) * kBoxColumns;
   }
 
-  using LayoutQ = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
-                                               cute::Shape<cute::Int<TileM>, cute::Int<HeadDim>>{}));
+  using LayoutQ = decltype(cute::tile_to_shape(
+      cute::GMMA::Layout_K_SW128_Atom<Element>{},
+      cute::Shape<cute::Int<TileM>, cute::Int<HeadDim>, cute::Int<QStages>>{}));
   using LayoutK = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_K_SW128_Atom<Element>{},
       cute::Shape<cute::Int<TileN>, cute::Int<HeadDim>, cute::Int<Stages>>{}));

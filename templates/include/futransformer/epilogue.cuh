@@ -4,62 +4,77 @@
 // where SwiGLU folds gate and up). Prefill and decode call the same chain; a row is a prompt token in one, a sequence
 // in the other. The protocol, for a group of `Lanes` consecutive lanes that share a row:
 //
-//   Row row = chain.begin<Lanes>(r, valid);       all lanes of the warp call it; loads what the row needs
-//   chain.apply(row, r, column, values);          any number of times, valid rows only
-//   chain.end<Lanes>(row, r, part, valid);        all lanes of the warp call it; writes partial sums of column tile `part`
+//   Row row = chain.begin<Lanes>(r, valid);        all lanes of the warp call it; loads what the row needs
+//   operands = chain.load(row, r, column);         any number of times, valid rows only: what these columns need
+//   chain.apply(row, operands, r, column, values);
+//   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
-// `valid` is false for rows past the end of the problem: nothing is read or written for them.
-// Sums are taken in a fixed order, so results do not depend on timing.
+// Loading apart from applying lets a caller ask for the operands of several steps before it needs the first; one that
+// has no use for that calls chain.apply(row, r, column, values), which does both. `valid` is false for rows past the
+// end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
+// on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
+// still running when this one started.
 #pragma once
 
 #include "numeric.cuh"
 
 namespace futransformer {
 
-struct NoRow {};
+struct Nothing {};
 
-// Defaults for operations that keep nothing for a row.
-struct StatelessOperation {
-  using Row = NoRow;
+// Defaults for an operation that keeps nothing for a row and reads nothing for a column.
+struct Operation {
+  using Row = Nothing;
+  using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
+
   template <int Lanes>
-  CUTLASS_DEVICE Row begin(int, bool) const {
+  CUTLASS_DEVICE Nothing begin(int, bool) const {
     return {};
   }
-  template <int Lanes>
+  template <class Row>
+  CUTLASS_DEVICE Nothing load(Row const&, int, int) const {
+    return {};
+  }
+  template <int Lanes, class Row>
   CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
 };
 
 // x rstd: RMSNorm's row scale, from the partial sums of squares of the row that the GEMM has read (K columns).
 template <int K>
-struct RowScale {
+struct RowScale : Operation {
   float const* sumsq;  // [rows, parts]
   int parts;
   float eps;
 
-  static constexpr bool kHalvesColumns = false;
   struct Row {
     float rstd;
   };
+
+  CUTLASS_DEVICE RowScale(float const* sums, int count, float epsilon) : sumsq(sums), parts(count), eps(epsilon) {}
 
   template <int Lanes>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
     float sum = 0.f;
     if (valid) {
-      for (int part = threadIdx.x % Lanes; part < parts; part += Lanes) {
-        sum += sumsq[size_t(row) * parts + part];
+      float const* const sums = sumsq + size_t(row) * parts;
+      int const lane = threadIdx.x % Lanes;
+      // Not unrolled: beside 192 accumulators there is no room for more loads than one.
+      if (parts % 4 == 0) {  // every row is aligned: a quarter of the loads, and of the waits for them
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int part = 4 * lane; part < parts; part += 4 * Lanes) {
+          float4 const four = *reinterpret_cast<float4 const*>(sums + part);
+          sum += (four.x + four.y) + (four.z + four.w);
+        }
+      } else {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int part = lane; part < parts; part += Lanes) sum += sums[part];
       }
     }
     return {rsqrtf(sum_over_lanes<Lanes>(sum) * (1.f / K) + eps)};
   }
-  CUTLASS_DEVICE void apply(Row const& state, int, int, float (&values)[8]) const { scale(state, values); }
-  CUTLASS_DEVICE void apply(Row const& state, int, int, float (&values)[16]) const { scale(state, values); }
-  template <int Lanes>
-  CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
-
- private:
   template <int Width>
-  CUTLASS_DEVICE void scale(Row const& state, float (&values)[Width]) const {
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, int, float (&values)[Width]) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] *= state.rstd;
   }
@@ -67,31 +82,42 @@ struct RowScale {
 
 // Rotate Q and K. Their features stand in pair order, so columns 2i and 2i + 1 are one rotation pair.
 template <int QFeatures, int KFeatures, int HeadDim>
-struct Rope {
+struct Rope : Operation {
   float const* table;    // [positions, HeadDim / 2, (cos, sin)]
   int const* positions;  // [rows]
 
-  static constexpr bool kHalvesColumns = false;
   struct Row {
-    float const* angles;
+    int position;
   };
+  struct Operands {
+    float4 angles[2];  // (cos, sin) of four pairs
+  };
+
+  CUTLASS_DEVICE Rope(float const* angles, int const* of_rows) : table(angles), positions(of_rows) {}
 
   template <int Lanes>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    return {valid ? table + size_t(positions[row]) * HeadDim : table};
+    return {valid ? positions[row] : 0};
   }
-  CUTLASS_DEVICE void apply(Row const& state, int, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE Operands load(Row const& state, int, int column) const {
+    Operands operands = {};
+    if (column < QFeatures + KFeatures) {
+      float const* const of_position = table + size_t(state.position) * HeadDim;
+      float4 const* angles = reinterpret_cast<float4 const*>(of_position + column % HeadDim);
+      operands.angles[0] = __ldg(angles);
+      operands.angles[1] = __ldg(angles + 1);
+    }
+    return operands;
+  }
+  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, int column, float (&values)[8]) const {
     if (column >= QFeatures + KFeatures) return;
-    float4 const* angles = reinterpret_cast<float4 const*>(state.angles + column % HeadDim);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float4 const two = __ldg(angles + i);
+      float4 const two = operands.angles[i];
       rotate(values[4 * i], values[4 * i + 1], two.x, two.y);
       rotate(values[4 * i + 2], values[4 * i + 3], two.z, two.w);
     }
   }
-  template <int Lanes>
-  CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
 
  private:
   CUTLASS_DEVICE static void rotate(float& first, float& second, float cosine, float sine) {
@@ -103,56 +129,64 @@ struct Rope {
 
 // Q to its row; K and V straight into their slots of the paged cache.
 template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
-struct ScatterKv {
-  bf16* q;  // [rows, QFeatures]
+struct ScatterKv : Operation {
+  bf16* q;        // [rows, QFeatures]
   bf16* k_pages;  // [num_pages, KVHeads, PageSize, HeadDim]
   bf16* v_pages;
   long long const* slots;  // [rows]; negative: no K and V are written
 
-  static constexpr bool kHalvesColumns = false;
   static constexpr int kKvFeatures = KVHeads * HeadDim;
   struct Row {
-    long long slot;
+    int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
+
+  CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
+      : q(queries), k_pages(keys), v_pages(values), slots(of_rows) {}
 
   template <int Lanes>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    return {valid ? slots[row] : -1};
+    long long const slot = valid ? slots[row] : -1;
+    return {slot < 0 ? -1 : int(slot)};
   }
-  CUTLASS_DEVICE void apply(Row const& state, int row, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
     if (column < QFeatures) {
       store_bf16x8(q + size_t(row) * QFeatures + column, values);
     } else if (state.slot >= 0) {
       bool const is_k = column < QFeatures + kKvFeatures;
       int const feature = column - QFeatures - (is_k ? 0 : kKvFeatures);
-      long long const head_row = state.slot / PageSize * KVHeads + feature / HeadDim;
-      long long const token = head_row * PageSize + state.slot % PageSize;
+      int const head = state.slot / PageSize * KVHeads + feature / HeadDim;
+      size_t const token = size_t(head) * PageSize + state.slot % PageSize;
       store_bf16x8((is_k ? k_pages : v_pages) + token * HeadDim + feature % HeadDim, values);
     }
   }
-  template <int Lanes>
-  CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
 };
 
 // + residual; the same thread reads and later overwrites an element, so it may alias the output.
 template <int Columns>
-struct Residual : StatelessOperation {
+struct Residual : Operation {
   bf16 const* residual;  // [rows, Columns]
 
+  struct Operands {
+    uint4 added;
+  };
+
   CUTLASS_DEVICE explicit Residual(bf16 const* source) : residual(source) {}
-  CUTLASS_DEVICE void apply(Row const&, int row, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE Operands load(Nothing, int row, int column) const {
+    return {*reinterpret_cast<uint4 const*>(residual + size_t(row) * Columns + column)};
+  }
+  CUTLASS_DEVICE void apply(Nothing, Operands const& operands, int, int, float (&values)[8]) const {
     float added[8];
-    load_bf16x8(residual + size_t(row) * Columns + column, added);
+    unpack_bf16x8(operands.added, added);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) values[i] += added[i];
   }
 };
 
 // silu(gate) * up. Accumulator columns alternate gate, up; `halved` receives eight output columns.
-struct SwiGlu : StatelessOperation {
+struct SwiGlu : Operation {
   static constexpr bool kHalvesColumns = true;
 
-  CUTLASS_DEVICE void apply(Row const&, int, int, float const (&values)[16], float (&halved)[8]) const {
+  CUTLASS_DEVICE void apply(Nothing, Nothing, int, int, float const (&values)[16], float (&halved)[8]) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {
       // The tanh form would save an instruction, but cancels for negative gates: tanh.approx is good to 2^-11 only.
@@ -163,39 +197,38 @@ struct SwiGlu : StatelessOperation {
 };
 
 template <int Columns>
-struct Store : StatelessOperation {
+struct Store : Operation {
   bf16* out;  // [rows, Columns]
 
   CUTLASS_DEVICE explicit Store(bf16* target) : out(target) {}
-  CUTLASS_DEVICE void apply(Row const&, int row, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE void apply(Nothing, Nothing, int row, int column, float (&values)[8]) const {
     store_bf16x8(out + size_t(row) * Columns + column, values);
   }
 };
 
 // BF16 store, and the sum of squares of what was stored: the next RMSNorm's statistics.
 template <int Columns, int Parts>
-struct StoreSumSquares {
+struct StoreSumSquares : Operation {
   bf16* out;         // [rows, Columns]
   float* sumsq_out;  // [rows, Parts]
 
-  static constexpr bool kHalvesColumns = false;
   struct Row {
     float sum;
   };
+
+  CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : out(target), sumsq_out(sums) {}
 
   template <int Lanes>
   CUTLASS_DEVICE Row begin(int, bool) const {
     return {0.f};
   }
-  CUTLASS_DEVICE void apply(Row& state, int row, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE void apply(Row& state, Nothing, int row, int column, float (&values)[8]) const {
     uint4 const word = pack_bf16x8(values);
     *reinterpret_cast<uint4*>(out + size_t(row) * Columns + column) = word;
-    uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
+    float stored[8];
+    unpack_bf16x8(word, stored);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      state.sum = fmaf(bf16_low(halves[i]), bf16_low(halves[i]), state.sum);
-      state.sum = fmaf(bf16_high(halves[i]), bf16_high(halves[i]), state.sum);
-    }
+    for (int i = 0; i < 8; ++i) state.sum = fmaf(stored[i], stored[i], state.sum);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {
@@ -205,11 +238,11 @@ struct StoreSumSquares {
 };
 
 template <int Columns>
-struct StoreFloat : StatelessOperation {
+struct StoreFloat : Operation {
   float* out;  // [rows, Columns]
 
   CUTLASS_DEVICE explicit StoreFloat(float* target) : out(target) {}
-  CUTLASS_DEVICE void apply(Row const&, int row, int column, float (&values)[8]) const {
+  CUTLASS_DEVICE void apply(Nothing, Nothing, int row, int column, float (&values)[8]) const {
     float4* target = reinterpret_cast<float4*>(out + size_t(row) * Columns + column);
     target[0] = make_float4(values[0], values[1], values[2], values[3]);
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
@@ -220,16 +253,9 @@ template <class... Operations>
 struct Chain;
 
 template <>
-struct Chain<> {
-  using Row = NoRow;
+struct Chain<> : Operation {
   static constexpr int kWidth = 8;
-  template <int Lanes>
-  CUTLASS_DEVICE Row begin(int, bool) const {
-    return {};
-  }
-  CUTLASS_DEVICE void apply(Row const&, int, int, float (&)[8]) const {}
-  template <int Lanes>
-  CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
+  CUTLASS_DEVICE void apply(Nothing, Nothing, int, int, float (&)[8]) const {}
 };
 
 template <class First, class... Rest>
@@ -239,11 +265,14 @@ struct Chain<First, Rest...> {
 
   // Accumulator columns that become eight output columns.
   static constexpr int kWidth = (First::kHalvesColumns ? 2 : 1) * Chain<Rest...>::kWidth;
-  static constexpr bool kHalvesColumns = kWidth == 16;
 
   struct Row {
     typename First::Row first;
     typename Chain<Rest...>::Row rest;
+  };
+  struct Operands {
+    typename First::Operands first;
+    typename Chain<Rest...>::Operands rest;
   };
 
   CUTLASS_DEVICE explicit Chain(First head, Rest... tail) : first(head), rest(tail...) {}
@@ -252,17 +281,24 @@ struct Chain<First, Rest...> {
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
     return {first.template begin<Lanes>(row, valid), rest.template begin<Lanes>(row, valid)};
   }
+  CUTLASS_DEVICE Operands load(Row const& state, int row, int column) const {
+    return {first.load(state.first, row, column), rest.load(state.rest, row, column)};
+  }
   template <int Width>
-  CUTLASS_DEVICE void apply(Row& state, int row, int column, float (&values)[Width]) const {
+  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[Width]) const {
     static_assert(Width == kWidth, "SwiGLU chains take sixteen accumulator columns, all others eight");
     if constexpr (First::kHalvesColumns) {
       float halved[8];
-      first.apply(state.first, row, column, values, halved);
-      rest.apply(state.rest, row, column, halved);
+      first.apply(state.first, operands.first, row, column, values, halved);
+      rest.apply(state.rest, operands.rest, row, column, halved);
     } else {
-      first.apply(state.first, row, column, values);
-      rest.apply(state.rest, row, column, values);
+      first.apply(state.first, operands.first, row, column, values);
+      rest.apply(state.rest, operands.rest, row, column, values);
     }
+  }
+  template <int Width>
+  CUTLASS_DEVICE void apply(Row& state, int row, int column, float (&values)[Width]) const {
+    apply(state, load(state, row, column), row, column, values);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {

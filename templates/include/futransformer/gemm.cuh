@@ -1,12 +1,21 @@
-// Prefill GEMM for sm_90a: out = epilogue(X W^T), X [m, K] and W [N, K], both K-major BF16, float32 accumulation.
+// Prefill GEMM for sm_90a: out = epilogue(X W^T), X [m, K] and W [N, K], both K-major, float32 accumulation.
 //
 // Persistent and warp-specialised. Warpgroup 0 is the producer: one thread keeps a ring of `Stages` tiles of X and W in
-// flight by TMA. Warpgroups 1 and 2 each multiply 64 rows of the 128-row tile by the whole tile width (wgmma, both
-// operands from shared memory) and apply the epilogue from their registers. Two blocks stacked along M may form a
-// cluster; each then loads half of the W tile and multicasts it to both.
+// flight by TMA. The others are consumers: they multiply from shared memory (wgmma) and apply the epilogue from their
+// registers, in one of two schedules:
 //
-// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored.
+//   cooperative   the consumers share a tile, each multiplying its rows of it: the largest tiles, the fewest bytes
+//   pingpong      each of the two consumers has tiles of its own, and one multiplies while the other ends its tile
+//
+// A cluster of two blocks shares tiles by multicast: stacked along M they have one W tile, side by side along N one X
+// tile. Or it splits K: both blocks compute the same tile, each over half of K, and swap halves of their sums through
+// distributed shared memory, so that a projection with few tiles fills the card.
+//
+// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored. Every sum
+// has a fixed order, so results do not depend on timing.
 #pragma once
+
+#include "dependent_launch.cuh"
 
 #include <cute/tensor.hpp>
 #include <cute/arch/cluster_sm90.hpp>
@@ -15,207 +24,389 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include "barrier.cuh"
 #include "epilogue.cuh"
+#include "tile_order.cuh"
 
 namespace futransformer {
 
-// Tiles in groups of kGroupM along M, walked M-fastest: neighbouring blocks share W tiles and stay in L2.
-template <int TilesN>
-struct TileScheduler {
-  static constexpr int kGroupM = 8;
-  int tiles_m;
+enum class Schedule { kCooperative, kPingpong };
 
-  struct Coordinate {
-    int m, n;
-  };
-  CUTLASS_DEVICE int count() const { return tiles_m * TilesN; }
-  CUTLASS_DEVICE Coordinate operator()(int index) const {
-    int const group = index / (kGroupM * TilesN);
-    int const within = index - group * (kGroupM * TilesN);
-    int const rows = min(kGroupM, tiles_m - group * kGroupM);
-    int const n = within / rows;
-    return {group * kGroupM + within - n * rows, n};
-  }
+template <int M, int N, int K>
+struct GemmTile {
+  static constexpr int kM = M, kN = N, kK = K;
 };
 
-template <class Element, int N, int K, int TileM, int TileN, int TileK, int ClusterM, int Stages>
-struct Gemm {
-  static_assert(TileM == 128, "two consumer warpgroups of 64 rows");
-  static constexpr int kConsumerWarpgroups = 2;
-  static constexpr int kThreads = (kConsumerWarpgroups + 1) * cutlass::NumThreadsPerWarpGroup;
-  // Registers a thread: the launch allocates 168 x 384; the producer's share goes to the consumers' accumulators.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr int kTilesN = (N + TileN - 1) / TileN;
-  static constexpr int kTilesK = (K + TileK - 1) / TileK;
+template <int M, int N, int Splits>
+struct GemmCluster {
+  static constexpr int kM = M, kN = N, kSplits = Splits;
+};
 
-  using ClusterShape = cute::Shape<cute::Int<ClusterM>, cute::_1, cute::_1>;
-  using Pipeline = cutlass::PipelineTmaAsync<Stages>;
-  using PipelineState = cutlass::PipelineState<Stages>;
+template <class Element, int N, int K, class Tile, class Cluster, int Stages, int Raster, Schedule kSchedule>
+struct Gemm {
+  static constexpr bool kPingpong = kSchedule == Schedule::kPingpong;
+  static constexpr int kConsumers = kPingpong || Tile::kM > 64 ? 2 : 1;
+  static constexpr int kConsumerThreads = kConsumers * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup + kConsumerThreads;
+  static constexpr int kAtoms = Tile::kM / 64 / (kPingpong ? 1 : kConsumers);  // wgmma rows of 64 that a consumer holds
+  static constexpr int kAccumulators = kAtoms * Tile::kN / 2;                  // a thread
+  static_assert(kAtoms * 64 * (kPingpong ? 1 : kConsumers) == Tile::kM, "whole wgmma rows for every consumer");
+
+  // Registers a thread: the launch of 384 threads allocates 168 each; the producer's share goes to the accumulators.
+  static constexpr bool kReallocate = kConsumers == 2;
+  static constexpr int kProducerRegisters = kAccumulators > 160 ? 24 : 40;
+  static constexpr int kConsumerRegisters = !kReallocate ? 128 : kAccumulators > 160 ? 240 : 232;
+
+  static constexpr int kBlocks = Cluster::kM * Cluster::kN * Cluster::kSplits;  // of a cluster
+  static constexpr int kSharing = Cluster::kM * Cluster::kN;                    // blocks that multicast to each other
+  static_assert(kBlocks <= 2, "a cluster is a pair: along M, along N, or splitting K");
+  static constexpr int kTilesN = (N + Tile::kN - 1) / Tile::kN;
+  static constexpr int kClusterTilesN = (kTilesN + Cluster::kN - 1) / Cluster::kN;
+  static constexpr int kTilesK = (K + Tile::kK * Cluster::kSplits - 1) / (Tile::kK * Cluster::kSplits);  // a block's
+  using Order = TileOrder<kClusterTilesN, Raster>;
+
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  using Position = cutlass::PipelineState<Stages>;
   using Swizzled = cute::GMMA::Layout_K_SW128_Atom<Element>;
   using LayoutX = decltype(cute::tile_to_shape(
-      Swizzled{}, cute::Shape<cute::Int<TileM>, cute::Int<TileK>, cute::Int<Stages>>{}));
+      Swizzled{}, cute::Shape<cute::Int<Tile::kM>, cute::Int<Tile::kK>, cute::Int<Stages>>{}));
   using LayoutW = decltype(cute::tile_to_shape(
-      Swizzled{}, cute::Shape<cute::Int<TileN>, cute::Int<TileK>, cute::Int<Stages>>{}));
+      Swizzled{}, cute::Shape<cute::Int<Tile::kN>, cute::Int<Tile::kK>, cute::Int<Stages>>{}));
   using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<TileN>, cute::Int<TileK>>>()));
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<Tile::kN>, cute::Int<Tile::kK>>>()));
 
-  struct alignas(1024) SharedStorage {
-    cute::array_aligned<Element, cute::cosize_v<LayoutX>, 1024> x;
-    cute::array_aligned<Element, cute::cosize_v<LayoutW>, 1024> w;
-    typename Pipeline::SharedStorage pipeline;
+  // Shared memory, from its first byte: the ring of X, the ring of W, the sums that the peer sends, the barriers.
+  static constexpr int kStageX = Tile::kM * Tile::kK * sizeof(Element);
+  static constexpr int kStageW = Tile::kN * Tile::kK * sizeof(Element);
+  static constexpr int kExchangeBytes = Cluster::kSplits == 2 ? kConsumerThreads * kAccumulators / 2 * 4 : 0;
+  static constexpr int kBarriers = 2 * Stages + (Cluster::kSplits == 2 ? 2 : 0);
+  static constexpr int kSharedBytes = Stages * (kStageX + kStageW) + kExchangeBytes + kBarriers * 8;
+
+  struct Shared {
+    Element *x, *w;
+    float* exchange;        // [kAccumulators / 2, kConsumerThreads]
+    Full* full;             // [Stages] a stage's bytes have arrived
+    Empty* empty;           // [Stages] all consumers of all sharing blocks are done with it
+    Full* exchange_full;    // the peer's sums have arrived
+    Empty* exchange_empty;  // the peer has read what it was sent
   };
-  // What the launch must provide: the storage without the padding behind its last barrier.
-  static constexpr int kSharedBytes =
-      int(offsetof(SharedStorage, pipeline) + sizeof(typename Pipeline::SharedStorage));
-  static constexpr uint32_t kStageBytes = (TileM + TileN) * TileK * sizeof(Element);
 
   template <class Epilogue>
   CUTLASS_DEVICE static void run(CUtensorMap const& map_x, CUtensorMap const& map_w, int m, Epilogue const& epilogue) {
-    extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    Shared shared;
+    shared.x = reinterpret_cast<Element*>(bytes);
+    shared.w = reinterpret_cast<Element*>(bytes + Stages * kStageX);
+    shared.exchange = reinterpret_cast<float*>(bytes + Stages * (kStageX + kStageW));
+    shared.full = reinterpret_cast<Full*>(bytes + Stages * (kStageX + kStageW) + kExchangeBytes);
+    shared.empty = reinterpret_cast<Empty*>(shared.full + Stages);
+    shared.exchange_full = reinterpret_cast<Full*>(shared.empty + Stages);
+    shared.exchange_empty = reinterpret_cast<Empty*>(shared.exchange_full + 1);
 
+    allow_next_kernel();
+    if (threadIdx.x == 0) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map_w));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map_x));
+      for (int stage = 0; stage < Stages; ++stage) {
+        shared.full[stage].init(1);
+        shared.empty[stage].init(kSharing * (kPingpong ? 1 : kConsumers) * cutlass::NumWarpsPerWarpGroup);
+      }
+      if constexpr (Cluster::kSplits == 2) {
+        shared.exchange_full->init(1);
+        shared.exchange_empty->init(kConsumers * cutlass::NumWarpsPerWarpGroup);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    synchronise();
+
+    Order const order{(m + Tile::kM * Cluster::kM - 1) / (Tile::kM * Cluster::kM)};
     int const warpgroup = cutlass::canonical_warp_group_idx();
-    bool const is_producer = warpgroup == 0;
+    if (warpgroup == 0) {
+      if constexpr (kReallocate) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if (threadIdx.x < 32 && cute::elect_one_sync()) produce(shared, map_x, map_w, order);
+    } else {
+      if constexpr (kReallocate) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      wait_for_previous_kernel();
+      consume(shared, warpgroup - 1, m, order, epilogue);
+    }
+    if constexpr (kBlocks > 1) synchronise();  // no block ends while its peer may still signal it
+  }
 
-    typename Pipeline::Params params;
-    params.transaction_bytes = kStageBytes;
-    params.role = is_producer ? Pipeline::ThreadCategory::Producer : Pipeline::ThreadCategory::Consumer;
-    params.is_leader = is_producer && threadIdx.x == 0;
-    params.num_consumers = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
-    Pipeline pipeline(shared.pipeline, params, ClusterShape{});
-    if constexpr (ClusterM > 1) {
-      cute::cluster_arrive_relaxed();
+ private:
+  // This block's cluster among all, and its place in the cluster; clusters lie along x.
+  CUTLASS_DEVICE static int cluster() { return blockIdx.x / Cluster::kM; }
+  CUTLASS_DEVICE static int clusters() { return gridDim.x / Cluster::kM; }
+  CUTLASS_DEVICE static int rank_m() { return Cluster::kM > 1 ? blockIdx.x % Cluster::kM : 0; }
+  CUTLASS_DEVICE static int rank_n() { return Cluster::kN > 1 ? blockIdx.y : 0; }
+  CUTLASS_DEVICE static int rank_k() { return Cluster::kSplits > 1 ? blockIdx.z : 0; }
+
+  CUTLASS_DEVICE static void synchronise() {
+    if constexpr (kBlocks > 1) {
+      __syncwarp();
+      cute::cluster_arrive();
       cute::cluster_wait();
     } else {
       __syncthreads();
     }
-
-    TileScheduler<kTilesN> const tiles{(m + TileM * ClusterM - 1) / (TileM * ClusterM)};
-    if (is_producer) {
-      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (threadIdx.x == 0) produce(shared, pipeline, map_x, map_w, tiles);
-    } else {
-      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-      consume(shared, pipeline, warpgroup - 1, m, tiles, epilogue);
-    }
   }
 
- private:
-  CUTLASS_DEVICE static int first_tile() { return blockIdx.x / ClusterM; }
-  CUTLASS_DEVICE static int tile_step() { return gridDim.x / ClusterM; }
-  CUTLASS_DEVICE static int rank() { return ClusterM > 1 ? int(cute::block_rank_in_cluster()) : 0; }
-
-  template <class Tiles>
-  CUTLASS_DEVICE static void produce(SharedStorage& shared, Pipeline& pipeline, CUtensorMap const& map_x,
-                                     CUtensorMap const& map_w, Tiles const& tiles) {
+  CUTLASS_DEVICE static void produce(Shared const& shared, CUtensorMap const& map_x, CUtensorMap const& map_w,
+                                     Order const& order) {
     using namespace cute;
-    constexpr int kShareN = TileN / ClusterM;  // rows of W that this block loads for the whole cluster
-    constexpr uint16_t kAllBlocks = (1 << ClusterM) - 1;
+    constexpr uint16_t kBoth = 0b11;
+    constexpr int kRowsX = Tile::kM / Cluster::kN;  // of its own share of a tile, that a block loads for both
+    constexpr int kRowsW = Tile::kN / Cluster::kM;
     uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&map_x));
-    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&map_w));
 
-    PipelineState state = cutlass::make_producer_start_state<Pipeline>();
-    for (int tile = first_tile(); tile < tiles.count(); tile += tile_step()) {
-      auto const at = tiles(tile);
-      int const row_x = (at.m * ClusterM + rank()) * TileM;
-      int const row_w = at.n * TileN + rank() * kShareN;
-      for (int k = 0; k < kTilesK; ++k, ++state) {
-        pipeline.producer_acquire(state);  // the slot is free; expect kStageBytes
-        uint64_t* barrier = pipeline.producer_get_barrier(state);
-        Element* x = shared.x.data() + state.index() * TileM * TileK;
-        Element* w = shared.w.data() + state.index() * TileN * TileK + rank() * kShareN * TileK;
-        SM90_TMA_LOAD_2D::copy(&map_x, barrier, hint, x, k * TileK, row_x);
-        if constexpr (ClusterM > 1) {
-          SM90_TMA_LOAD_MULTICAST_2D::copy(&map_w, barrier, kAllBlocks, hint, w, k * TileK, row_w);
-        } else {
-          SM90_TMA_LOAD_2D::copy(&map_w, barrier, hint, w, k * TileK, row_w);
-        }
+    auto const load_x = [&](int stage, int tile_m, int k) {
+      uint64_t* barrier = reinterpret_cast<uint64_t*>(shared.full + stage);
+      Element* target = shared.x + (stage * Tile::kM + rank_n() * kRowsX) * Tile::kK;
+      int const row = (tile_m * Cluster::kM + rank_m()) * Tile::kM + rank_n() * kRowsX;
+      int const column = (rank_k() * kTilesK + k) * Tile::kK;
+      if constexpr (Cluster::kN > 1) {
+        SM90_TMA_LOAD_MULTICAST_2D::copy(&map_x, barrier, kBoth, hint, target, column, row);
+      } else {
+        SM90_TMA_LOAD_2D::copy(&map_x, barrier, hint, target, column, row);
+      }
+    };
+    auto const load_w = [&](int stage, int tile_n, int k) {
+      uint64_t* barrier = reinterpret_cast<uint64_t*>(shared.full + stage);
+      Element* target = shared.w + (stage * Tile::kN + rank_m() * kRowsW) * Tile::kK;
+      int const row = (tile_n * Cluster::kN + rank_n()) * Tile::kN + rank_m() * kRowsW;
+      int const column = (rank_k() * kTilesK + k) * Tile::kK;
+      if constexpr (Cluster::kM > 1) {
+        SM90_TMA_LOAD_MULTICAST_2D::copy(&map_w, barrier, kBoth, hint, target, column, row);
+      } else {
+        SM90_TMA_LOAD_2D::copy(&map_w, barrier, hint, target, column, row);
+      }
+    };
+
+    // The first stages are free, and weights do not come from the previous kernel: they are asked for before the wait.
+    constexpr int kFirst = Stages < kTilesK ? Stages : kTilesK;
+    auto at = order(cluster());
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k = 0; k < kFirst; ++k) {
+      shared.full[k].arrive_and_expect_tx(kStageX + kStageW);
+      load_w(k, at.n, k);
+    }
+    wait_for_previous_kernel();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k = 0; k < kFirst; ++k) load_x(k, at.m, k);
+
+    Position position;
+    position.advance(kFirst);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = cluster(), k = kFirst; tile < order.count(); tile += clusters(), k = 0) {
+      at = order(tile);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; k < kTilesK; ++k, ++position) {
+        int const stage = position.index();
+        wait(shared.empty[stage], position.phase() ^ 1);
+        shared.full[stage].arrive_and_expect_tx(kStageX + kStageW);
+        load_x(stage, at.m, k);
+        load_w(stage, at.n, k);
       }
     }
-    pipeline.producer_tail(state);  // the peer's last releases must find this block alive
   }
 
-  template <class Tiles, class Epilogue>
-  CUTLASS_DEVICE static void consume(SharedStorage& shared, Pipeline& pipeline, int consumer, int m, Tiles const& tiles,
+  template <class Epilogue>
+  CUTLASS_DEVICE static void consume(Shared const& shared, int consumer, int m, Order const& order,
                                      Epilogue const& epilogue) {
     using namespace cute;
     int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
-    // A thread of a wgmma accumulator holds columns 8 j + 2 (lane % 4) + {0, 1} of two rows, eight apart.
-    int const lane = thread % 32;
-    int const row_in_tile = consumer * 64 + thread / 32 * 16 + lane / 4;
+    int const part = kPingpong ? 0 : consumer;  // of the tile's rows
 
     Mma mma;
     auto slice = mma.get_slice(thread);
-    auto const shared_x = make_tensor(make_smem_ptr(shared.x.data()), LayoutX{});
-    auto const shared_w = make_tensor(make_smem_ptr(shared.w.data()), LayoutW{});
-    auto const my_x = local_tile(shared_x, Shape<_64, Int<TileK>>{}, make_coord(consumer, 0));
+    auto const shared_x = make_tensor(make_smem_ptr(shared.x), LayoutX{});
+    auto const shared_w = make_tensor(make_smem_ptr(shared.w), LayoutW{});
+    auto const my_x = local_tile(shared_x, Shape<Int<64 * kAtoms>, Int<Tile::kK>>{}, make_coord(part, 0));
     auto fragment_x = slice.make_fragment_A(slice.partition_A(my_x));
     auto fragment_w = slice.make_fragment_B(slice.partition_B(shared_w));
-    auto accumulators = partition_fragment_C(mma, Shape<_64, Int<TileN>>{});
+    auto accumulators = partition_fragment_C(mma, Shape<Int<64 * kAtoms>, Int<Tile::kN>>{});
+    static_assert(decltype(size(accumulators))::value == kAccumulators);
 
-    PipelineState state;     // the stage to multiply
-    PipelineState released;  // the stage to give back: one behind, while its wgmma is in flight
-    for (int tile = first_tile(); tile < tiles.count(); tile += tile_step()) {
-      auto const at = tiles(tile);
-      int const row = (at.m * ClusterM + rank()) * TileM + row_in_tile;
-      typename Epilogue::Row rows[2] = {epilogue.template begin<4>(row, row < m),
-                                        epilogue.template begin<4>(row + 8, row + 8 < m)};
+    Position position;  // the stage to multiply next
+    auto const multiply = [&] {
+      int const stage = position.index();
+      wait(shared.full[stage], position.phase());
+      ++position;
+      warpgroup_fence_operand(accumulators);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < size<2>(fragment_x); ++step) {
+        gemm(mma, fragment_x(_, _, step, stage), fragment_w(_, _, step, stage), accumulators);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+    };
+    // Give back the stage that was multiplied `age` stages before the next one.
+    auto const release = [&](int age) {
+      int const stage = position.index() >= age ? position.index() - age : position.index() - age + Stages;
+      if constexpr (kSharing > 1) {
+        shared.empty[stage].arrive(thread % 32, thread % 32 < kSharing);  // lane i tells block i
+      } else if (thread % 32 == 0) {
+        shared.empty[stage].arrive();
+      }
+    };
 
+    // Pingpong: a consumer multiplies only when the other has taken all stages of its tile from the ring. A wait for a
+    // stage's parity would otherwise be satisfied by the stage's previous round. The turns passed on and taken balance.
+    auto const take_turn = [&] { cutlass::arch::NamedBarrier::sync(kConsumerThreads, consumer); };
+    auto const pass_turn = [&] { cutlass::arch::NamedBarrier::arrive(kConsumerThreads, 1 - consumer); };
+    int const first = cluster() + (kPingpong ? consumer * clusters() : 0);
+    int const stride = kPingpong ? 2 * clusters() : clusters();
+    if constexpr (kPingpong) {
+      if (consumer == 1) {
+        pass_turn();
+        position.advance(kTilesK);
+      }
+    }
+
+    uint32_t exchange_parity = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = first; tile < order.count(); tile += stride) {
+      auto const at = order(tile);
+      int const tile_n = at.n * Cluster::kN + rank_n();
+      int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + part * kAtoms * 64 + row_of_thread();
+      Rows<Epilogue> rows;
+      if constexpr (kPingpong) take_turn();
+
+      // Two stages are in flight while the rows' values are fetched, and one in the steady state.
+      constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
-      for (int k = 0; k < kTilesK; ++k, ++state) {
-        pipeline.consumer_wait(state);
-        warpgroup_fence_operand(accumulators);
-        warpgroup_arrive();
-        CUTLASS_PRAGMA_UNROLL
-        for (int step = 0; step < size<2>(fragment_x); ++step) {
-          gemm(mma, fragment_x(_, _, step, state.index()), fragment_w(_, _, step, state.index()), accumulators);
-          mma.accumulate_ = GMMA::ScaleOut::One;
-        }
-        warpgroup_commit_batch();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kHead; ++k) multiply();
+      if constexpr (!kPingpong) begin_rows(epilogue, rows, row, m);
+      if constexpr (kHead == 2) {
+        warpgroup_wait<1>();
+        release(2);
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k = kHead; k < kTilesK; ++k) {
+        multiply();
         warpgroup_wait<1>();
         warpgroup_fence_operand(accumulators);
-        if (k > 0) {
-          pipeline.consumer_release(released);
-          ++released;
-        }
+        release(2);
       }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(accumulators);
-      pipeline.consumer_release(released);
-      ++released;
-
-      store(epilogue, rows, accumulators, row, at.n, m);
+      if constexpr (kPingpong) {
+        if (tile + clusters() < order.count()) pass_turn();
+        begin_rows(epilogue, rows, row, m);
+      }
+      store(epilogue, rows, accumulators, row, tile_n, m, [&] {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(accumulators);
+        release(1);
+        if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
+      });
+      if constexpr (kPingpong) position.advance(kTilesK);  // the other consumer's
+      if constexpr (Cluster::kSplits == 2) {
+        __syncwarp();  // all that was received has been used
+        if (thread % 32 == 0) shared.exchange_empty->arrive(1 - rank_k());
+        exchange_parity ^= 1;
+      }
     }
   }
 
-  // Hand the accumulators to the epilogue. W's rows were permuted so that 8 (16 for SwiGLU) consecutive accumulators of
-  // a thread are eight consecutive output columns.
-  template <class Epilogue, class Accumulators>
-  CUTLASS_DEVICE static void store(Epilogue const& epilogue, typename Epilogue::Row (&rows)[2],
-                                   Accumulators const& accumulators, int row, int tile_n, int m) {
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kGroup = 4 * kWidth;  // accumulator columns that a quad turns into 32 output columns
-    int const quad_lane = threadIdx.x % 4;
+  // A thread of a wgmma accumulator holds columns 8 j + 2 (lane % 4) + {0, 1} of two rows, eight apart; of which the
+  // block keeps the rank_k-th where K is split.
+  static constexpr int kHalves = Cluster::kSplits == 2 ? 1 : 2;
+  CUTLASS_DEVICE static int row_of_thread() {
+    int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
+    return thread / 32 * 16 + thread % 32 / 4 + 8 * rank_k();
+  }
+
+  // What the epilogue keeps for each row of a thread. A cooperative tile fetches it while its first products are under
+  // way, a pingpong tile when its last are: its end is hidden, and holding the values all along would cost registers.
+  template <class Epilogue>
+  using Rows = typename Epilogue::Row[kAtoms * kHalves];
+
+  CUTLASS_DEVICE static int row_offset(int index) { return index / kHalves * 64 + index % kHalves * 8; }
+
+  template <class Epilogue>
+  CUTLASS_DEVICE static void begin_rows(Epilogue const& epilogue, Rows<Epilogue>& rows, int row, int m) {
     CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      int const this_row = row + 8 * half;
-      bool const valid = this_row < m;
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < TileN / kGroup; ++group) {
-        int const first_column = tile_n * TileN + group * kGroup;  // of the accumulators
-        if (!valid || (N % TileN != 0 && first_column >= N)) continue;
+    for (int i = 0; i < kAtoms * kHalves; ++i) {
+      rows[i] = epilogue.template begin<4>(row + row_offset(i), row + row_offset(i) < m);
+    }
+  }
+
+  // Two blocks have multiplied half of K each. Block 0 keeps the first row of each thread's two, block 1 the second:
+  // each sends the sums of the other's, and adds what it receives to its own, which become the half 0 of the fragment.
+  template <class Accumulators>
+  CUTLASS_DEVICE static void exchange(Shared const& shared, Accumulators& accumulators, int consumer, uint32_t parity) {
+    using namespace cute;
+    int const thread = consumer * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
+    bool const second = rank_k() == 1;
+    uint32_t const barrier = cast_smem_ptr_to_uint(shared.exchange_full);
+    if (thread == 0) shared.exchange_full->arrive_and_expect_tx(kExchangeBytes);
+    wait(*shared.exchange_empty, parity ^ 1);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAccumulators / 2; ++i) {
+      int const first_row = i / 2 * 4 + i % 2, second_row = first_row + 2;
+      float const sent = second ? accumulators(first_row) : accumulators(second_row);
+      accumulators(first_row) = second ? accumulators(second_row) : accumulators(first_row);
+      store_shared_remote(__float_as_uint(sent), cast_smem_ptr_to_uint(shared.exchange + i * kConsumerThreads + thread),
+                          barrier, 1 - rank_k());
+    }
+    wait(*shared.exchange_full, parity);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAccumulators / 2; ++i) {
+      accumulators(i / 2 * 4 + i % 2) += shared.exchange[i * kConsumerThreads + thread];
+    }
+  }
+
+  // Hand the accumulators to the epilogue, eight output columns of a row at a time. W's rows were permuted so that 8
+  // (16 for SwiGLU) consecutive accumulators of a thread are eight consecutive output columns. What an operation reads
+  // from memory is asked for kAhead steps early, the first of it before `complete` waits for the sums: nothing else
+  // hides the end of a cooperative tile.
+  template <class Epilogue, class Accumulators, class Complete>
+  CUTLASS_DEVICE static void store(Epilogue const& epilogue, Rows<Epilogue>& rows, Accumulators const& accumulators,
+                                   int row, int tile_n, int m, Complete const& complete) {
+    using Operands = typename Epilogue::Operands;
+    constexpr int kWidth = Epilogue::kWidth;
+    constexpr int kColumns = 4 * kWidth;  // of accumulators, that a quad turns into 32 output columns
+    constexpr int kGroups = Tile::kN / kColumns;
+    constexpr int kSteps = kAtoms * kHalves * kGroups;
+    constexpr int kSpare = (kConsumerRegisters - kAccumulators - 48) * 4 / int(sizeof(Operands));
+    constexpr int kAhead = kSpare < 1 ? 1 : kSpare > 8 ? 8 : kSpare;
+
+    auto const row_at = [&](int step) { return row + row_offset(step / kGroups); };
+    auto const first_column = [&](int step) { return tile_n * Tile::kN + step % kGroups * kColumns; };
+    auto const column_at = [&](int step) { return first_column(step) * 8 / kWidth + 8 * (threadIdx.x % 4); };
+    auto const valid = [&](int step) {
+      return row_at(step) < m && (N % (Tile::kN * Cluster::kN) == 0 || first_column(step) < N);
+    };
+
+    Operands ahead[kAhead];
+    auto const load = [&](int step) {
+      auto& state = rows[step / kGroups];
+      if (valid(step)) ahead[step % kAhead] = epilogue.load(state, row_at(step), column_at(step));
+    };
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kAhead && step < kSteps; ++step) load(step);
+    complete();
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      auto& state = rows[step / kGroups];
+      Operands const operands = ahead[step % kAhead];
+      if (step + kAhead < kSteps) load(step + kAhead);
+      if (valid(step)) {
         float values[kWidth];
         CUTLASS_PRAGMA_UNROLL
         for (int pair = 0; pair < kWidth / 2; ++pair) {
-          int const index = (group * kWidth / 2 + pair) * 4 + 2 * half;
+          int const atom = step / (kHalves * kGroups), half = step / kGroups % kHalves;
+          int const index = atom * Tile::kN / 2 + (step % kGroups * kWidth / 2 + pair) * 4 + 2 * half;
           values[2 * pair] = accumulators(index);
           values[2 * pair + 1] = accumulators(index + 1);
         }
-        epilogue.apply(rows[half], this_row, first_column * 8 / kWidth + 8 * quad_lane, values);
+        epilogue.apply(state, operands, row_at(step), column_at(step), values);
       }
-      epilogue.template end<4>(rows[half], this_row, tile_n, valid);
+      if (step % kGroups == kGroups - 1) {
+        epilogue.template end<4>(state, row_at(step), tile_n, row_at(step) < m && tile_n < kTilesN);
+      }
     }
   }
 };

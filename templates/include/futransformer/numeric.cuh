@@ -21,8 +21,7 @@ CUTLASS_DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed <
 CUTLASS_DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
 // Eight BF16 values, one 16-byte access.
-CUTLASS_DEVICE void load_bf16x8(bf16 const* source, float (&values)[8]) {
-  uint4 const word = *reinterpret_cast<uint4 const*>(source);
+CUTLASS_DEVICE void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
   CUTLASS_PRAGMA_UNROLL
   for (int i = 0; i < 4; ++i) {

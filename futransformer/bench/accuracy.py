@@ -1,6 +1,6 @@
 """A real model and real text through the kernels, against the reference with the same rounding points.
 
-    python -m benchmarks.accuracy MODEL --text FILE [--kernels EXPORT] [--commit SHA] [--output FOLDER]
+    futransformer bench accuracy --model MODEL --text FILE [--kernels DIR] [--commit SHA] [--output FOLDER]
 
 Perplexity through prefill on the whole text; through decode, token by token, on the whole text (64 windows abreast) and
 on the first windows at batches of 1, 4, 8 and 32; generation of 64 tokens for 16 prompts, alone and in one batch, and
@@ -9,7 +9,6 @@ teacher-forced on the reference's text. Runs on a Hopper GPU.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import results
+from futransformer.generator.config import load_config
 from futransformer.model import Llama
 from futransformer.perplexity import PerplexityResult, score
 from futransformer.reference import ReferenceOps
@@ -137,34 +136,24 @@ def agreement_row(ours: Llama, reference: Llama, prompts: list[list[int]], batch
     }
 
 
-def main() -> None:
-    """Measure and write benchmarks/results/<card>/accuracy.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--kernels", type=Path)
-    parser.add_argument("--commit")
-    parser.add_argument("--output", type=Path, default=results.ROOT / "benchmarks" / "results" / "h200")
-    arguments = parser.parse_args()
-
+def rows(model: Path, text: Path, kernels: Path | None) -> list[dict[str, Any]]:
+    """Measure a Hugging Face folder on a text; ``kernels`` is a folder of exports, one a config's name."""
+    name = load_config(model).name
     cache = 64 * (CONTEXT + 64)
-    ours = Llama.from_pretrained(arguments.model, kernels=arguments.kernels, device="cuda", cache_tokens=cache)
-    name = ours.config.name.lower().removesuffix("-instruct")
+    folder = kernels / name.lower().removesuffix("-instruct") if kernels else None
+    ours = Llama.from_pretrained(model, kernels=folder, device="cuda", cache_tokens=cache)
 
     def reference(dtype: torch.dtype) -> Llama:
         ops = ReferenceOps(ours.config, device=ours.ops.device, dtype=dtype)
-        return Llama.from_pretrained(arguments.model, ops=ops, cache_tokens=cache)
+        return Llama.from_pretrained(model, ops=ops, cache_tokens=cache)
 
     rounding, exact = reference(torch.bfloat16), reference(torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = False
-    tokenizer = Tokenizer(arguments.model)
-    tokens = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
-    rows = perplexity_rows(ours, rounding, exact, tokens, name)
+    tokenizer = Tokenizer(model)
+    tokens = tokenizer.encode(text.read_text(encoding="utf-8"))
+    name = name.lower().removesuffix("-instruct")
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    rows += [agreement_row(ours, rounding, prompts, batch, name) for batch in (1, len(prompts))]
-    path = results.write(arguments.output, "accuracy", arguments.commit, rows)
-    print(path.read_text())
-
-
-if __name__ == "__main__":
-    main()
+    return [
+        *perplexity_rows(ours, rounding, exact, tokens, name),
+        *(agreement_row(ours, rounding, prompts, batch, name) for batch in (1, len(prompts))),
+    ]

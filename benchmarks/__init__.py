@@ -1,1 +1,0 @@
-"""Measurements: one module a subject; what was measured stands in results/."""

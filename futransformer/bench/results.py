@@ -1,0 +1,89 @@
+"""Results files: one JSON a subject, nothing in it typed by hand.
+
+    {"subject": ..., "card": ..., "driver": ..., "commit": ..., "dirty": ..., "date": ..., "versions": {...},
+     "ceilings": {...}, "rows": [...], "notes": [...]}
+
+``notes`` says which rivals, or cases, were left out, and why.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import futransformer
+from futransformer.bench.case import Ceilings
+from futransformer.generator.errors import InputError
+
+SOURCE = Path(__file__).resolve().parent
+
+
+def environment(commit: str | None) -> dict[str, Any]:
+    """What was measured, on what, when. ``commit`` is for machines that hold the tree without its git history."""
+    measured = commit or _output("git", "rev-parse", "HEAD")
+    if not measured:
+        raise InputError("this tree has no git history to name the measured commit from: give it with --commit")
+    return {
+        "card": card_name(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": measured,
+        "dirty": bool(_output("git", "status", "--porcelain")) if commit is None else False,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "futransformer": futransformer.__version__,
+        },
+    }
+
+
+def card_name() -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def default_folder() -> Path:
+    """benchmarks/results/h200 for an NVIDIA H200, from where the command runs."""
+    model = card_name().lower().removeprefix("nvidia ")
+    return Path("benchmarks") / "results" / re.sub(r"[^a-z0-9]+", "-", model)
+
+
+def document(
+    subject: str,
+    environment: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    *,
+    ceilings: Ceilings | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Put a file's content together."""
+    content = {"subject": subject, **environment}
+    if ceilings is not None:
+        content["ceilings"] = {name: float(f"{value:.4g}") for name, value in asdict(ceilings).items()}
+    content["rows"] = list(rows)
+    if notes:
+        content["notes"] = list(notes)
+    return content
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """Write ``folder``/SUBJECT.json and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{content['subject']}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,148 @@
+"""decode_block/{8b,70b}/bf16/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
+
+Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from futransformer.bench.case import MEMORY_BOUND, Case, Contender, Expected, Problem
+from futransformer.bench.graphs import graphed
+from futransformer.bench.llama import (
+    Cache,
+    NaturalBlock,
+    Paging,
+    device_rope_table,
+    natural_rope,
+    random_tensor,
+    sets_for,
+)
+from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.runner import Bench
+from futransformer.bench.shapes import decode_block_work, shape_config
+from futransformer.blocks import LayerWeights, llama_block
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.specs import PAGE_SIZE
+from futransformer.ops.interface import Ops
+from futransformer.reference import ReferenceOps, row_sumsq
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (512, 1024, 4096, 32768, 131072)
+DEFAULT = {
+    "8b": {(1, 1024), (8, 1024), (32, 1024), (1, 4096), (32, 4096)},
+    "70b": {(1, 1024), (32, 1024)},
+}
+
+
+def cases() -> Sequence[Case]:
+    """See futransformer.bench.subjects."""
+    return [
+        Case(
+            f"decode_block/{shape}/bf16/B={batch}/ctx={context}",
+            "us",
+            MEMORY_BOUND,
+            partial(open_case, shape, batch, context),
+            default=(batch, context) in DEFAULT[shape],
+        )
+        for shape in ("8b", "70b")
+        for batch in BATCHES
+        for context in CONTEXTS
+    ]
+
+
+class DecodeInputs:
+    """Layers with their caches, and one new row a sequence."""
+
+    def __init__(self, config: LlamaConfig, batch: int, context: int, layers: int, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.paging = Paging(batch, context, device)
+        self.rows = self.paging.decode_pass()
+        self.layers = [NaturalBlock.random(config, device) for _ in range(layers)]
+        self.caches = [self.paging.cache(config) for _ in range(layers)]
+        self.x = random_tensor(batch, config.hidden_size, device=device)
+        self.sumsq = row_sumsq(self.x)
+        self.rope_table = device_rope_table(config, context, device)
+
+    def walk(self, ops: Ops, packed: Sequence[LayerWeights], x: Tensor, sumsq: Tensor) -> tuple[Tensor, Tensor]:
+        """All layers of ours; x is overwritten."""
+        for weights, cache in zip(packed, self.caches, strict=True):
+            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+        return x, sumsq
+
+    def torch_call(self) -> Callable[[Tensor, NaturalBlock, Cache], Tensor]:
+        """Compiled PyTorch for one layer."""
+        function, shape = torch_bf16.compiled(torch_bf16.decode_block), torch_bf16.Shape.of(self.config)
+        cos, sin = natural_rope(self.rope_table, self.rows.positions)
+        position = self.rows.positions[:1].long()
+        return lambda x, layer, cache: function(x, layer, shape, cos, sin, position, cache.k, cache.v)
+
+    def torch_walk(self, call: Callable[[Tensor, NaturalBlock, Cache], Tensor], x: Tensor) -> Tensor:
+        """All layers of the rival."""
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            x = call(x, layer, cache)
+        return x
+
+    def poison(self, layers: int) -> None:
+        """Put NaN where the new tokens' K and V belong: only what a call stores can make its result finite."""
+        slots = self.rows.slots
+        for cache in self.caches[:layers]:
+            for pages in (cache.k_pages, cache.v_pages):
+                pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] = torch.nan
+
+    def reference_walk(self, dtype: torch.dtype, x: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+        """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
+
+        It stores the new tokens' K and V there, rounded to BF16, as every call does.
+        """
+        ops = ReferenceOps(self.config, device=self.device, dtype=dtype)
+        x, sumsq = x.to(dtype, copy=True), row_sumsq(x)
+        for layer, cache in zip(self.layers[:layers], self.caches[:layers], strict=True):
+            weights = layer.packed(self.config, ops, "decode")
+            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+        return x, sumsq
+
+
+def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+    """Draw layers; a call is one layer, a replay several walks over all."""
+    ops, config = bench.library(shape), shape_config(shape)
+    work = decode_block_work(config, batch, context)
+    inputs = DecodeInputs(config, batch, context, sets_for(work.bytes), bench.device)
+    packed = [layer.packed(config, ops, "decode") for layer in inputs.layers]
+    layers, stream = len(packed), inputs.x.clone()
+    floor = work.floor_seconds(bench.ceilings)
+
+    def our_walk() -> None:
+        stream.copy_(inputs.x)
+        inputs.walk(ops, packed, stream, inputs.sumsq)
+
+    def our_outputs() -> Sequence[Tensor]:
+        cache = inputs.caches[0]
+        pages = cache.k_pages, cache.v_pages
+        x = inputs.x.clone()
+        inputs.poison(1)
+        return [llama_block(ops, packed[0], x, inputs.sumsq, inputs.rows, inputs.rope_table, *pages)[0]]
+
+    def expected() -> Sequence[Expected]:
+        exact, same = (inputs.reference_walk(dtype, inputs.x, 1)[0] for dtype in (torch.float32, torch.bfloat16))
+        return [Expected(exact, same)]
+
+    def per_layer(contender: Contender) -> Contender:
+        return Contender(contender.run, contender.outputs, contender.calls * layers)
+
+    def compiled_torch() -> Contender:
+        call = inputs.torch_call()
+        walk = partial(inputs.torch_walk, call, inputs.x)
+        outputs = lambda: [call(inputs.x, inputs.layers[0], inputs.caches[0])]  # noqa: E731
+        return per_layer(graphed([walk], outputs, floor * layers))
+
+    return Problem(
+        work=work,
+        ours=per_layer(graphed([our_walk], our_outputs, floor * layers)),
+        rivals={"torch-bf16": compiled_torch},
+        expected=expected,
+    )

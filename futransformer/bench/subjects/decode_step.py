@@ -1,0 +1,88 @@
+"""decode_step/8b/bf16/head=bf16/B=.../ctx=...: a whole step, from the newest tokens' embedding to the next tokens.
+
+Ours and ``torch-bf16`` (each layer compiled, the whole step in one graph) run the same random model; the check compares
+the logits that the next tokens come from, after all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from futransformer.bench.case import MEMORY_BOUND, Case, Contender, Expected, Problem
+from futransformer.bench.graphs import graphed
+from futransformer.bench.llama import random_tensor, random_weight
+from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.runner import Bench
+from futransformer.bench.shapes import decode_step_work, shape_config
+from futransformer.bench.subjects.decode_block import DecodeInputs
+from futransformer.reference import ReferenceOps
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (512, 1024, 4096)
+DEFAULT = {(1, 1024), (8, 1024), (32, 1024)}
+
+
+def cases() -> Sequence[Case]:
+    """See futransformer.bench.subjects."""
+    return [
+        Case(
+            f"decode_step/8b/bf16/head=bf16/B={batch}/ctx={context}",
+            "ms",
+            MEMORY_BOUND,
+            partial(open_case, "8b", batch, context),
+            default=(batch, context) in DEFAULT,
+        )
+        for batch in BATCHES
+        for context in CONTEXTS
+    ]
+
+
+def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+    """Draw a model."""
+    ops, config, device = bench.library(shape), shape_config(shape), bench.device
+    inputs = DecodeInputs(config, batch, context, config.num_hidden_layers, device)
+    embedding = random_tensor(config.vocab_size, config.hidden_size, device=device)
+    head = random_weight(config, "lm_head", device)
+    packed = [layer.packed(config, ops, "decode") for layer in inputs.layers]
+    packed_head = ops.pack("lm_head", "decode", head)
+    tokens = torch.randint(config.vocab_size, (batch,), dtype=torch.int32, device=device)
+    work = decode_step_work(config, batch, context)
+    floor = work.floor_seconds(bench.ceilings)
+
+    def our_logits() -> Tensor:
+        x, sumsq = inputs.walk(ops, packed, *ops.gather_rows(embedding, tokens))
+        return ops.lm_head("decode", x, sumsq, packed_head)
+
+    def our_outputs() -> Sequence[Tensor]:
+        inputs.poison(len(packed))
+        return [our_logits()]
+
+    def expected() -> Sequence[Expected]:
+        answers = []
+        for dtype in (torch.float32, torch.bfloat16):
+            x, sumsq = inputs.reference_walk(dtype, embedding[tokens.long()], config.num_hidden_layers)
+            answers.append(ReferenceOps(config, device=device, dtype=dtype).lm_head("decode", x, sumsq, head))
+        return [Expected(answers[0], answers[1])]
+
+    def compiled_torch() -> Contender:
+        layer = inputs.torch_call()
+        finish = torch_bf16.compiled(torch_bf16.rms_norm)
+        gain = inputs.layers[0].gain
+
+        def logits() -> Tensor:
+            x = inputs.torch_walk(layer, F.embedding(tokens, embedding))
+            return F.linear(finish(x, gain, config.rms_norm_eps), head)
+
+        return graphed([lambda: logits().argmax(-1)], lambda: [logits()], floor)
+
+    return Problem(
+        work=work,
+        ours=graphed([lambda: ops.argmax(our_logits())], our_outputs, floor),
+        rivals={"torch-bf16": compiled_torch},
+        expected=expected,
+    )

@@ -1,0 +1,173 @@
+"""The command that measures: ``bench SUBJECT...``, ``bench accuracy``, and ``bench report``.
+
+Rows go to one JSON file a subject; what was left out, and why, to standard error and into the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from futransformer.generator.errors import InputError
+
+if TYPE_CHECKING:
+    from futransformer.bench.case import Ceilings
+    from futransformer.bench.harness import Harness
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DEFAULT_SECONDS = 240.0  # a subject
+ACCURACY, REPORT = "accuracy", "report"
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Add the command of this module."""
+    bench = subparsers.add_parser(
+        "bench",
+        help="measure the kernels beside what else one could run, or report what was measured",
+        description="Each case is checked against the reference first, then timed beside its rivals in one process.",
+    )
+    bench.add_argument(
+        "subjects", nargs="+", metavar="SUBJECT", help="what to measure, or: all; accuracy; report; list (the cases)"
+    )
+    bench.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="cases with these parts in their names, such as 8b/*/M=16",
+    )
+    bench.add_argument(
+        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="budget a subject (default: 240)"
+    )
+    bench.add_argument(
+        "--kernels", type=Path, metavar="DIR", help="a folder of exports, one a config's name (default: the cache)"
+    )
+    bench.add_argument("--quick-rivals", action="store_true", help="rivals that can tune themselves do not")
+    bench.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
+    bench.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="of the results (default: benchmarks/results/CARD)"
+    )
+    bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
+    bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
+    bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score")
+    bench.set_defaults(handler=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if REPORT in args.subjects:
+        return _report(args)
+    if "list" in args.subjects:
+        return _list(args)
+    if ACCURACY in args.subjects:
+        return _accuracy(args)
+    return _measure(args)
+
+
+def _alone(args: argparse.Namespace) -> None:
+    if len(args.subjects) > 1:
+        raise InputError(f"bench {args.subjects[0]} stands alone; run it apart from {' '.join(args.subjects[1:])}")
+
+
+def _report(args: argparse.Namespace) -> int:
+    _alone(args)
+    from futransformer.bench import report, results  # noqa: PLC0415 - see futransformer.cli
+
+    card = results.default_folder()
+    folder = args.output or (card if card.is_dir() else card.parent / "h200")
+    print(report.write(folder, Path("docs")))
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from futransformer.bench.subjects import SUBJECTS, subject_cases  # noqa: PLC0415 - see futransformer.cli
+
+    _alone(args)
+    for subject in SUBJECTS:
+        for case in subject_cases(subject):
+            print(f"{case.name}{'' if case.default else '  (with --only)'}")
+    return 0
+
+
+def _accuracy(args: argparse.Namespace) -> int:
+    from futransformer.bench import accuracy, results  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.cli.model import model_folder  # noqa: PLC0415
+
+    _alone(args)
+    if args.model is None or args.text is None:
+        raise InputError("bench accuracy needs --model MODEL and --text FILE")
+    where = results.environment(args.commit)
+    content = results.document(ACCURACY, where, accuracy.rows(model_folder(args.model), args.text, args.kernels))
+    path = results.write(args.output or results.default_folder(), content)
+    print(json.dumps(content, indent=1) if args.json else path)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    import torch  # noqa: PLC0415 - see futransformer.cli
+
+    from futransformer.bench import results, runner  # noqa: PLC0415
+    from futransformer.bench.subjects import HOST_SUBJECTS, SUBJECTS, subject_cases  # noqa: PLC0415
+
+    subjects = list(SUBJECTS) if args.subjects == ["all"] else list(dict.fromkeys(args.subjects))
+    chosen = {subject: runner.select(subject_cases(subject), args.only) for subject in subjects}
+    where = results.environment(args.commit)
+    on_host = HOST_SUBJECTS.issuperset(subjects)
+    device = torch.device("cpu") if on_host else _device()
+    harness = _harness()
+    ceilings = None if on_host else _ceilings(harness, device)
+    bench = runner.Bench(device, ceilings, kernels=args.kernels, tuned=not args.quick_rivals)
+    folder = args.output or results.default_folder()
+    contents: list[dict[str, Any]] = []
+    failed = False
+
+    def content(subject: str, outcome: runner.Outcome) -> dict[str, Any]:
+        return results.document(subject, where, outcome.rows, ceilings=ceilings, notes=outcome.notes)
+
+    with torch.no_grad():
+        for subject, cases in chosen.items():
+
+            def save(outcome: runner.Outcome, subject: str = subject) -> None:
+                results.write(folder, content(subject, outcome))
+
+            outcome = runner.run_cases(cases, bench, harness, seconds=args.seconds, say=_say, save=save)
+            failed |= outcome.failed
+            contents.append(content(subject, outcome))
+            _say(f"wrote {results.write(folder, contents[-1])}")
+    if args.json:
+        print(json.dumps(contents, indent=1))
+    else:
+        for measured in contents:
+            for row in measured["rows"]:
+                print(runner.describe(row))
+    return 1 if failed else 0
+
+
+def _device() -> Any:
+    from futransformer.driver import require_hopper  # noqa: PLC0415
+
+    return require_hopper()
+
+
+def _harness() -> Harness:
+    from futransformer.bench.harness import CudaClock, Harness  # noqa: PLC0415
+
+    return Harness(CudaClock())
+
+
+def _ceilings(harness: Harness, device: Any) -> Ceilings:
+    from futransformer.bench.ceilings import measure_ceilings  # noqa: PLC0415
+
+    ceilings = measure_ceilings(harness, device)
+    _say(
+        f"ceilings: {ceilings.read_tbps:.2f} TB/s read, {ceilings.bf16_tflops:.0f} TFLOP/s BF16, "
+        f"{ceilings.fp8_tflops:.0f} TFLOP/s FP8"
+    )
+    return ceilings
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

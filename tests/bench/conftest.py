@@ -1,0 +1,115 @@
+"""Stand-ins for the GPU: a clock that contenders advance, kernels that the reference plays, graphs that are loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.bench import graphs, llama
+from futransformer.bench.case import Ceilings, Contender
+from futransformer.bench.harness import Harness
+from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.runner import Bench
+from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.reference import ReferenceOps
+
+CEILINGS = Ceilings(read_tbps=4.0, fp8_tflops=1600.0, bf16_tflops=800.0)
+
+
+class FakeClock:
+    """Device time passes when a contender says so; the host's own time does not."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.idled: list[float] = []
+        self.log: list[str] = []
+
+    def work(self, name: str, seconds: float) -> None:
+        """Let a contender take its time."""
+        self.time += seconds
+        self.log.append(name)
+
+    def mark(self) -> float:
+        """See Clock.mark."""
+        self.log.append("|")
+        return self.time
+
+    def seconds(self, first: float, second: float) -> float:
+        """See Clock.seconds."""
+        return second - first
+
+    def idle(self, seconds: float) -> None:
+        """See Clock.idle."""
+        self.log.append("idle")
+        self.idled.append(seconds)
+        self.time += seconds
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def harness(clock: FakeClock) -> Harness:
+    return Harness(clock)
+
+
+@pytest.fixture
+def timed(clock: FakeClock) -> Callable[..., Contender]:
+    """Return a function that makes a contender of given seconds a call."""
+
+    def make(name: str, *seconds: float, calls: int = 1, outputs: Sequence[Tensor] = ()) -> Contender:
+        turn = 0
+
+        def run() -> None:
+            nonlocal turn
+            clock.work(name, seconds[turn % len(seconds)] * calls)
+            turn += 1
+
+        return Contender(run=run, outputs=lambda: outputs, calls=calls)
+
+    return make
+
+
+class ReferenceKernels(ReferenceOps):
+    """The reference in the place of a kernel library."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+
+class CpuBench(Bench):
+    """A run on the CPU, where the reference plays ours."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), CEILINGS)
+
+    def library(self, shape: str) -> ReferenceKernels:  # type: ignore[override]
+        """The reference of a shape."""
+        return ReferenceKernels(load_config(shape))
+
+
+@pytest.fixture
+def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
+    """A bench without GPU, CUDA graphs or compiler."""
+
+    def looped(calls: Sequence[Callable[[], object]], floor_seconds: float) -> tuple[Callable[[], None], int]:
+        assert floor_seconds > 0
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run, len(calls)
+
+    monkeypatch.setattr(graphs, "captured", looped)
+    monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
+    monkeypatch.setattr(torch_bf16, "compiled", lambda function: function)
+    monkeypatch.setattr(torch_bf16, "fastest_backend", lambda *_: "flash")
+    torch.manual_seed(0)
+    return CpuBench()

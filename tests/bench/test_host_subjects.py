@@ -1,0 +1,67 @@
+"""The subjects that a host's clock times: building and loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from futransformer.bench.runner import Bench
+from futransformer.bench.subjects import build, load
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import BuildError
+from futransformer.generator.plan import kernel_specs
+from tests.bench.conftest import CpuBench, ReferenceKernels
+
+SMALL = "smollm2-135m"
+KERNELS = len(kernel_specs(load_config(SMALL), "bf16"))
+
+
+def test_a_build_is_timed_cold_and_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[str] = []
+
+    def pretended(name: str, cache: str) -> tuple[float, dict[str, Any]]:
+        assert name == SMALL
+        cold = cache not in caches
+        caches.append(cache)
+        return (60.0 if cold else 1.5), {"compiled": KERNELS if cold else 0, "kernels": [{}] * KERNELS}
+
+    monkeypatch.setattr(build, "timed_build", pretended)
+    cold, warm = build.measure(SMALL)
+    assert len(set(caches)) == 1
+    assert (cold["case"], cold["ours"], cold["error"]) == (f"build/{SMALL}/cold", 60.0, 0)
+    assert (warm["case"], warm["ours"], warm["error"]) == (f"build/{SMALL}/warm", 1.5, 0)
+
+
+def test_a_build_that_was_not_cold_or_not_warm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {"compiled": 1, "kernels": [{}] * KERNELS}
+    monkeypatch.setattr(build, "timed_build", lambda name, cache: (1.0, report))
+    cold, warm = build.measure(SMALL)
+    assert cold["error"] == KERNELS - 1
+    assert warm["error"] == build.WARM_BUILDS
+
+
+def test_a_failed_build_says_why(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUTRANSFORMER_NVCC", str(tmp_path / "no-nvcc"))
+    with pytest.raises(BuildError, match="no-nvcc"):
+        build.timed_build(SMALL, str(tmp_path / "cache"))
+
+
+def test_loading_is_timed_and_a_kernel_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[object] = []
+
+    def pretended(config: Any, precision: Any, *, folder: object) -> ReferenceKernels:
+        loads.append(folder)
+        return ReferenceKernels(config)
+
+    monkeypatch.setattr(load, "load_kernels", pretended)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    bench: Bench = CpuBench()
+    (row,) = load.measure(SMALL, bench)
+    assert loads == [None] * (load.LOADS + 1)
+    assert row["case"] == f"load/{SMALL}"
+    assert row["unit"] == "s"
+    assert row["error"] == 0
+    monkeypatch.setattr(ReferenceKernels, "gather_rows", lambda self, table, indices: (table, None))
+    assert load.measure(SMALL, bench)[0]["error"] > 0

@@ -1,0 +1,133 @@
+"""The report, from results as the benchmark writes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from futransformer.bench import report
+from futransformer.cli import main
+from futransformer.generator.errors import InputError
+
+FRAME = {
+    "card": "NVIDIA H200",
+    "driver": "580.159.04",
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "date": "2026-11-29 20:00 UTC",
+    "versions": {"torch": "2.11.0", "cuda": "13.0", "futransformer": "0.1.0"},
+    "ceilings": {"read_tbps": 4.5, "fp8_tflops": 1518, "bf16_tflops": 799},
+}
+
+
+def row(case: str, **values: Any) -> dict[str, Any]:
+    return {
+        "case": case,
+        "ours": 33.1,
+        "unit": "us",
+        "spread": [32.9, 33.6],
+        "rivals": {"torch-bf16": 138.2, "torch-int4": 88.5},
+        "ratio": 2.674,
+        "percent_of_ceiling": 75.52,
+        "error": 0.0031,
+        "tolerance": 0.01,
+        **values,
+    }
+
+
+DECODE = {
+    "subject": "decode_block",
+    **FRAME,
+    "rows": [
+        row("decode_block/8b/int4/B=1/ctx=1024"),
+        row("decode_block/8b/int4/B=2/ctx=1024", rivals={"torch-bf16": 140.0}, ratio=0.947),
+    ],
+    "notes": ["decode_block/8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else"],
+}
+LOAD = {
+    "subject": "load",
+    **{key: value for key, value in FRAME.items() if key != "ceilings"},
+    "rows": [row("load/llama-3.1-8b", unit="s", ours=0.0123, rivals={}, ratio=None, percent_of_ceiling=None)],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    results = tmp_path / "results"
+    results.mkdir()
+    accuracy = {**LOAD, "subject": "accuracy", "rows": [{"case": "p", "ours": 1, "unit": "x", "rivals": {"a": 2}}]}
+    for content in (LOAD, DECODE, accuracy):
+        (results / f"{content['subject']}.json").write_text(json.dumps(content))
+    return results
+
+
+def test_tables(folder: Path) -> None:
+    text = report.render(report.read(folder))
+    assert text.index("## One layer of a decode step") < text.index("## Loading kernels")  # in the subjects' order
+    lines = text.splitlines()
+    assert "| case | ours (us) | p10 to p90 | torch-bf16 | torch-int4 | ratio | % of ceiling |" in lines
+    assert "| 8b/int4/B=1/ctx=1024 | 33.1 | 32.9 to 33.6 | 138 | 88.5 | **2.67** | 76 |" in lines
+    assert "| 8b/int4/B=2/ctx=1024 | 33.1 | 32.9 to 33.6 | 140 |  | **0.95** | 76 |" in lines
+    assert "| llama-3.1-8b | 0.0123 | 32.9 to 33.6 |" in lines  # no rivals: no columns for them
+    assert "- decode_block/8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else" in lines
+    assert "commit 0123456789ab, 2026-11-29 20:00 UTC. Ceilings of this run: 4.50 TB/s read" in text
+    assert "![One layer of a decode step: ours beside the rivals](performance/decode_block.svg)" in lines
+    assert "performance/load.svg" not in text
+
+
+def test_the_committed_results_can_be_told() -> None:
+    committed = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+    text = report.render(report.read(committed))
+    assert "## Accuracy on a real model" in text
+    assert "perplexity/smollm2-135m/bf16/through=prefill/ctx=1024/windows=296" in text
+    assert "accuracy.svg" not in text  # perplexities are no speeds
+
+
+def test_what_people_wrote_stays(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    page = docs / "performance.md"
+    page.write_text(f"# Performance\n\nOurs, by hand.\n\n{report.MARKER}\n\nold tables\n")
+    report.write(folder, docs)
+    text = page.read_text()
+    assert text.startswith(f"# Performance\n\nOurs, by hand.\n\n{report.MARKER}\n")
+    assert "old tables" not in text
+    assert "8b/int4/B=1/ctx=1024" in text
+
+
+def test_plots_are_reproducible_and_complete(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = tmp_path / "a", tmp_path / "b"
+    for docs in (first, second):
+        docs.mkdir()
+        report.write(folder, docs)
+    assert [path.name for path in (first / "performance").iterdir()] == ["decode_block.svg"]
+    picture = (first / "performance" / "decode_block.svg").read_text()
+    assert picture == (second / "performance" / "decode_block.svg").read_text()
+    for text in ("8b/int4/B=1/ctx=1024", "torch-int4", "ours", "us (shorter is better)"):
+        assert text in picture
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_svg", None)
+    with pytest.raises(InputError, match=r"pip install 'futransformer\[bench\]'"):
+        report.write(folder, tmp_path)
+    assert not (tmp_path / "performance.md").exists()
+
+
+def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="holds no results"):
+        report.read(tmp_path)
+    for content in ("{", "[]", '{"subject": "gemm"}'):
+        (tmp_path / "gemm.json").write_text(content)
+        with pytest.raises(InputError, match=r"gemm\.json is not a results file"):
+            report.read(tmp_path)
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 2
+    assert "measure that subject again" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""From cases to rows: what is refused, what is noted, what a row says, how a budget is spent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.bench import results, runner
+from futransformer.bench.case import COMPUTE_BOUND, MEMORY_BOUND, Case, Contender, Expected, HostCase, Problem, Work
+from futransformer.bench.harness import Harness, Timing
+from futransformer.bench.rivals import require
+from futransformer.bench.runner import host_row, run_cases, select
+from futransformer.cli import main
+from futransformer.generator.errors import InputError
+from tests.bench.conftest import CEILINGS, CpuBench, FakeClock
+
+Timed = Callable[..., Contender]
+ANSWER = torch.tensor([[1.0, -2.0, 4.0]])
+EXACT = [Expected(ANSWER, ANSWER.clone())]
+WORK = Work(flops=8e9, bytes=4e6)  # 10 us at 800 TFLOP/s, 1 us at 4 TB/s
+
+
+def case(
+    ours: Contender,
+    name: str = "gemm/8b/qkv/bf16/M=8192",
+    *,
+    rivals: dict[str, Callable[[], Contender]] | None = None,
+    regimes: Any = MEMORY_BOUND,
+    unit: Any = "TFLOP/s",
+) -> Case:
+    return Case(name, unit, regimes, lambda _: Problem(WORK, ours, rivals or {}, lambda: EXACT))
+
+
+def run(cases: list[Any], harness: Harness, **options: Any) -> runner.Outcome:
+    arguments: dict[str, Any] = {"seconds": 60.0, "say": lambda _: None, **options}
+    return run_cases(cases, CpuBench(), harness, **arguments)
+
+
+def test_a_row_in_throughput(harness: Harness, timed: Timed) -> None:
+    rivals = {
+        "torch-bf16": lambda: timed("torch", 25e-6, calls=40, outputs=[ANSWER]),
+        "quack-bf16": lambda: timed("quack", 16e-6, calls=40, outputs=[ANSWER]),
+    }
+    ours = timed("ours", 20e-6, calls=40, outputs=[ANSWER])
+    (row,) = run([case(ours, rivals=rivals)], harness).rows
+    assert row == {
+        "case": "gemm/8b/qkv/bf16/M=8192",
+        "ours": 400.0,
+        "unit": "TFLOP/s",
+        "spread": [400.0, 400.0],
+        "rivals": {"torch-bf16": 320.0, "quack-bf16": 500.0},
+        "ratio": 0.8,  # against the best rival; above 1 ours is faster
+        "percent_of_ceiling": 50.0,
+        "error": 0.0,
+        "tolerance": pytest.approx(2.0**-8, rel=1e-2),
+    }
+
+
+def test_a_row_in_time(harness: Harness, timed: Timed) -> None:
+    ours = timed("ours", 20e-6, 20e-6, 40e-6, calls=40, outputs=[ANSWER])
+    rivals = {"torch-bf16": lambda: timed("torch", 30e-6, calls=40)}  # without outputs, nothing is compared
+    (row,) = run([case(ours, rivals=rivals, unit="us")], harness).rows
+    assert row["ours"] == 20
+    assert row["spread"] == [20, 40]
+    assert row["ratio"] == 1.5
+
+
+def test_compute_bound_cases_give_two_rows(harness: Harness, timed: Timed, clock: FakeClock) -> None:
+    rows = run([case(timed("ours", 2e-3, outputs=[ANSWER]), regimes=COMPUTE_BOUND)], harness).rows
+    assert [row["case"].rsplit("/", 1)[1] for row in rows] == ["burst", "sustained"]
+    assert all(row["ratio"] is None and row["rivals"] == {} for row in rows)
+
+
+@pytest.mark.parametrize("wrong", [ANSWER + 0.1, torch.full_like(ANSWER, torch.nan)])
+def test_a_wrong_result_gives_no_row(harness: Harness, timed: Timed, clock: FakeClock, wrong: Tensor) -> None:
+    outcome = run([case(timed("ours", 1e-3, outputs=[wrong]))], harness)
+    assert outcome.failed
+    assert outcome.rows == []
+    assert "not timed, its error" in outcome.notes[0]
+    assert clock.time == 0  # nothing was timed
+
+
+def test_rivals_that_cannot_compete_are_noted(harness: Harness, timed: Timed) -> None:
+    def broken() -> Contender:
+        raise RuntimeError("no kernel for this shape\nand much more")
+
+    def missing() -> Contender:
+        require("no_such_library.interface", "no-such-package")
+        raise AssertionError
+
+    rivals = {
+        "torch-bf16": broken,
+        "quack-bf16": missing,
+        "coda-bf16": lambda: timed("coda", 1e-9, outputs=[-ANSWER]),
+        "cudnn": lambda: timed("cudnn", 1e-3, outputs=[ANSWER * 1.01]),
+    }
+    outcome = run([case(timed("ours", 1e-3, outputs=[ANSWER]), rivals=rivals)], harness)
+    assert list(outcome.rows[0]["rivals"]) == ["cudnn"]
+    assert not outcome.failed
+    notes = "\n".join(outcome.notes)
+    assert "torch-bf16 left out: RuntimeError: no kernel for this shape\n" in notes
+    assert "quack-bf16 left out: no-such-package cannot be imported here" in notes
+    assert "coda-bf16 left out: it computes something else" in notes
+
+
+def test_a_case_that_fails_leaves_the_others_alone(harness: Harness, timed: Timed) -> None:
+    def fails(_: object) -> Problem:
+        raise InputError("no such page")
+
+    good = case(timed("ours", 1e-3, outputs=[ANSWER]))
+    saved: list[int] = []
+    cases = [Case("gemm/bad", "us", MEMORY_BOUND, fails), good]
+    outcome = run(cases, harness, save=lambda so_far: saved.append(len(so_far.rows)))
+    assert saved == [0, 1]
+    assert outcome.failed
+    assert outcome.notes == ["gemm/bad: failed: no such page"]
+    assert len(outcome.rows) == 1
+
+
+def test_the_budget_is_divided_and_ends(clock: FakeClock, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    class Recorder(Harness):
+        def measure(self, regime: Any, contenders: Any, seconds: float) -> dict[str, Timing]:
+            given.append(seconds)
+            clock.time += 10  # slower than asked for
+            return {"ours": Timing(1e-3, 1e-3, 1e-3, 1)}
+
+    monkeypatch.setattr(runner, "WANTED_SECONDS", {"burst": 100.0, "sustained": 100.0, "steady": 100.0})
+    cases = [case(timed(str(i), 1e-3, outputs=[ANSWER]), f"gemm/{i}") for i in range(4)]
+    outcome = run(cases, Recorder(clock), seconds=24, now=lambda: clock.time)
+    assert given == [6.0, pytest.approx(14 / 3), 2.0]  # what is left over the cases that are left
+    assert len(outcome.rows) == 3
+    assert outcome.notes == ["gemm/3: left out, the budget of 24 s was spent"]
+
+
+def test_host_cases_check_themselves(harness: Harness) -> None:
+    timing = Timing.of([2.0, 1.0, 3.0])
+    good = HostCase("build/x/cold", lambda _: [host_row("build/x/cold", timing, error=0)])
+    bad = HostCase("build/y/cold", lambda _: [host_row("build/y/cold", timing, error=2)])
+    outcome = run([good, bad], harness)
+    assert [row["case"] for row in outcome.rows] == ["build/x/cold"]
+    assert outcome.rows[0]["ours"] == 2.0
+    assert outcome.failed
+
+
+def test_only_selects_by_name() -> None:
+    cases = [Case(f"gemm/8b/{op}/bf16/M={m}", "us", MEMORY_BOUND, lambda _: None, default=m == 1)  # type: ignore[arg-type, return-value]
+             for op in ("qkv", "o") for m in (1, 16, 1638)]  # fmt: skip
+    assert [c.name for c in select(cases, [])] == ["gemm/8b/qkv/bf16/M=1", "gemm/8b/o/bf16/M=1"]
+    assert [c.name for c in select(cases, ["/o/*M=16"])] == ["gemm/8b/o/bf16/M=16"]
+    assert len(select(cases, ["M=16", "qkv"])) == 4  # M=1638 is another part
+    with pytest.raises(InputError, match="matches no case of this subject; one is gemm/8b/qkv/bf16/M=1"):
+        select(cases, ["M=17"])
+
+
+def test_a_results_file(tmp_path: Path) -> None:
+    where = results.environment("abc1234")
+    content = results.document("gemm", where, [{"case": "gemm/x"}], ceilings=CEILINGS, notes=["a note"])
+    path = results.write(tmp_path / "h200", content)
+    read = json.loads(path.read_text())
+    assert path.name == "gemm.json"
+    assert list(read) == [
+        "subject", "card", "driver", "commit", "dirty", "date", "versions", "ceilings", "rows", "notes",
+    ]  # fmt: skip
+    assert read["ceilings"] == {"read_tbps": 4.0, "fp8_tflops": 1600.0, "bf16_tflops": 800.0}
+    assert read["commit"] == "abc1234"
+    assert set(read["versions"]) == {"torch", "cuda", "futransformer"}
+
+
+def test_a_tree_without_history_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_output", lambda *_: "")
+    with pytest.raises(InputError, match="--commit"):
+        results.environment(None)
+
+
+def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert "decode_block/8b/bf16/B=1/ctx=1024" in listed
+    assert "decode_block/8b/bf16/B=64/ctx=131072  (with --only)" in listed
+    assert main(["bench", "no_such_subject"]) == 2
+    assert "choose from: gateup_swiglu" in capsys.readouterr().err
+    assert main(["bench", "gemm", "--only", "nothing"]) == 2
+    assert main(["bench", "accuracy"]) == 2
+    assert main(["bench", "report", "gemm"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "gemm", "--commit", "abc", "--output", str(tmp_path)]) == 1
+    assert "no Hopper GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,161 @@
+"""Every subject's inputs, rivals and checks on a small shape: the reference plays ours, PyTorch's rivals are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from futransformer.bench.case import Case, HostCase, Problem
+from futransformer.bench.check import judge, judge_rival
+from futransformer.bench.llama import Paging, Prompts, to_pair_order
+from futransformer.bench.rivals import quack
+from futransformer.bench.runner import Bench
+from futransformer.bench.shapes import shape_config
+from futransformer.bench.subjects import (
+    SUBJECTS,
+    attention_decode,
+    attention_prefill,
+    decode_block,
+    decode_gemm,
+    decode_step,
+    gateup_swiglu,
+    gemm,
+    prefill_block,
+    subject_cases,
+)
+from futransformer.generator.errors import UnsupportedError
+from tests.bench.conftest import CpuBench
+
+SMALL = "smollm2-135m"
+OPENED: dict[str, Callable[[Bench], Problem]] = {
+    "gateup_swiglu": partial(gateup_swiglu.open_case, SMALL, 24),
+    **{f"gemm/{op}": partial(gemm.open_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
+    "gemm/host": partial(gemm.open_case, SMALL, "down", 1024),
+    "attention_prefill": partial(attention_prefill.open_case, SMALL, (40, 40)),
+    "prefill_block": partial(prefill_block.open_case, SMALL, (40, 40)),
+    "prefill_block/ragged": partial(prefill_block.open_case, SMALL, (1, 70, 9)),
+    **{f"decode_gemm/{op}": partial(decode_gemm.open_case, SMALL, op, 3) for op in ("qkv", "o", "gate_up", "down")},
+    "decode_gemm/chain": partial(decode_gemm.open_chain, SMALL, 3),
+    "attention_decode": partial(attention_decode.open_case, SMALL, 3, 100),
+    "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
+    "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
+}
+PYTORCH = ("torch-bf16", "torch-bf16-epilogue")
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_ours_and_pytorch_compute_the_same(cpu_bench: CpuBench, name: str) -> None:
+    with torch.no_grad():
+        problem = OPENED[name](cpu_bench)
+        problem.ours.run()
+        problem.ours.run()  # running leaves nothing behind that a check would notice
+        expected = problem.expected()
+        verdict = judge(problem.ours.outputs(), expected, cpu_bench.precision)
+        assert verdict.passed
+        assert 0 < verdict.tolerance < 0.1
+        assert problem.work.floor_seconds(cpu_bench.ceilings) > 0
+        compared = 0
+        for rival in PYTORCH:
+            if rival not in problem.rivals:
+                continue
+            contender = problem.rivals[rival]()
+            contender.run()
+            outputs = contender.outputs()
+            compared += len(outputs)
+            assert not outputs or judge_rival(outputs, expected).passed
+            assert contender.calls == problem.ours.calls
+        if name.startswith(("gemm", "gateup", "prefill", "decode_b", "decode_s")):
+            assert compared
+
+
+@pytest.mark.parametrize("name", [name for name in OPENED if not name.startswith("decode_step")])
+def test_a_wrong_answer_is_seen(cpu_bench: CpuBench, name: str) -> None:
+    with torch.no_grad():
+        problem = OPENED[name](cpu_bench)
+        outputs = [tensor.clone() for tensor in problem.ours.outputs()]
+        expected = problem.expected()
+        outputs[-1].view(-1)[7] = torch.nan
+        assert not judge(outputs, expected, cpu_bench.precision).passed
+        outputs = [tensor.clone() for tensor in problem.ours.outputs()]
+        outputs[0][-1] = outputs[0][0].roll(1)
+        assert not judge(outputs, expected, cpu_bench.precision).passed
+
+
+def test_interleaving_for_gated_rivals() -> None:
+    weight = torch.arange(12.0).view(6, 2)  # gate rows 0 1 2, up rows 3 4 5
+    wanted = weight[[0, 3, 1, 4, 2, 5]]
+    assert torch.equal(quack.interleaved(weight).t(), wanted)
+    assert quack.interleaved(weight).stride() == (1, 2)  # K contiguous
+
+
+def test_pair_order() -> None:
+    features = torch.arange(8.0).view(1, 8)  # two heads of four
+    assert to_pair_order(features, 4).tolist() == [[0, 2, 1, 3, 4, 6, 5, 7]]
+
+
+def test_paging_stores_what_the_reference_reads() -> None:
+    config, device = shape_config(SMALL), torch.device("cpu")
+    paging = Paging(3, 100, device)
+    cache = paging.cache(config)
+    assert sorted(paging.block_table.flatten().tolist()) == list(range(6))
+    for sequence in range(3):
+        pages = cache.v_pages[paging.block_table[sequence].long()].transpose(0, 1).flatten(1, 2)
+        assert torch.equal(pages[:, :100], cache.v[sequence])
+        assert pages[:, 100:].isnan().all()
+
+
+def test_prompts_describe_one_pass() -> None:
+    prompts = Prompts((1, 70, 9), torch.device("cpu"))
+    rows = prompts.prefill_pass()
+    assert prompts.cu_seqlens.tolist() == [0, 1, 71, 80]
+    assert rows.max_seqlen_q == 70
+    assert len(set(rows.slots.tolist())) == 80
+    assert prompts.positions[:3].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
+    cases = subject_cases(subject)
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith(f"{subject}/") for name in names)
+    assert any(case.default for case in cases)
+    if not isinstance(cases[0], HostCase):
+        assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
+
+
+def test_the_agreed_cases_exist() -> None:
+    names = {case.name for subject in SUBJECTS for case in subject_cases(subject)}
+    assert names >= {
+        "gateup_swiglu/70b/bf16/M=16384",
+        "gemm/8b/down/bf16/M=8192",
+        "attention_prefill/8b/bf16/1x32768",
+        "prefill_block/8b/bf16/ragged",
+        "decode_gemm/8b/chain/bf16/B=32",
+        "attention_decode/8b/bf16/B=32/ctx=4096",
+        "decode_block/70b/bf16/B=64/ctx=131072",
+        "decode_step/8b/bf16/head=bf16/B=1/ctx=1024",
+        "build/llama-3.1-8b",
+        "load/llama-3.1-8b",
+    }
+
+
+def test_an_unknown_subject_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="choose from: gateup_swiglu"):
+        subject_cases("decode_blok")
+
+
+def test_work_of_the_published_cases() -> None:
+    """The floors that the plan quotes for an H200: an 8B layer of 436 MB at 4.5 TB/s, and its KV."""
+    from futransformer.bench.shapes import decode_block_work, gemm_work, prefill_attention_work  # noqa: PLC0415
+
+    config = shape_config("8b")
+    assert decode_block_work(config, 1, 1024).bytes / 4.5e12 == pytest.approx(98e-6, rel=0.01)
+    assert decode_block_work(config, 32, 1024).bytes / 4.5e12 == pytest.approx(127e-6, rel=0.01)
+    assert gemm_work(config, "gate_up", 8192).flops == 4 * 8192 * 14336 * 4096
+    assert prefill_attention_work(config, (2048,) * 4).flops == 2 * 4 * 32 * 2048 * 2048 * 128
+    assert replace(config, num_hidden_layers=1).heads == config.heads

@@ -1,0 +1,87 @@
+"""Every kind of kernel, compiled: it is made of the instructions that its spec promises, and keeps to its registers.
+
+The small model gives one kernel of every kind, epilogue and batch tile; 8B adds what only larger shapes have: clusters,
+head_dim 128, two row tiles a block. All are compiled together, by as many compilers as the machine can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import pytest
+
+from futransformer.build.compile import build_kernels
+from futransformer.build.manifest import KernelRecord
+from futransformer.build.sass import count_instructions, occurrences
+from futransformer.build.settings import BuildSettings
+from futransformer.generator.config import load_config
+from futransformer.generator.heuristics import MAX_ROWS
+from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.specs import GemmSpec, KernelSpec
+
+SomeSpec = TypeVar("SomeSpec", bound=KernelSpec)
+
+
+def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
+    """All of a plan but most GEMMs, of which each projection gives the next batch tile or number of rows."""
+
+    def in_turn(gemms: Mapping[str, Mapping[int, SomeSpec]]) -> list[SomeSpec]:
+        return [list(by_rows.values())[index % len(by_rows)] for index, by_rows in enumerate(gemms.values())]
+
+    return (
+        plan.gather_rows,
+        *in_turn(plan.prefill),
+        plan.attention_prefill,
+        *in_turn(plan.decode),
+        plan.attention_decode,
+        plan.argmax,
+    )
+
+
+SMALL = make_plan(load_config("smollm2-135m"), "bf16")
+LARGE = make_plan(load_config("llama-3.1-8b"), "bf16")
+CHOSEN = (
+    *one_of_each(SMALL),
+    *LARGE.prefill["qkv"].values(),
+    *LARGE.prefill["gate_up"].values(),
+    LARGE.prefill["down"][MAX_ROWS],
+    LARGE.attention_prefill,
+    LARGE.decode["gate_up"][32],
+    LARGE.attention_decode,
+)
+
+
+@pytest.fixture(scope="module")
+def built() -> Mapping[str, KernelRecord]:
+    return {record.name: record for record in build_kernels(CHOSEN, settings=BuildSettings.from_environment())}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("spec", CHOSEN, ids=lambda spec: spec.name)
+def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRecord], spec: KernelSpec) -> None:
+    record = built[spec.name]
+    counts = count_instructions(record.cubin, BuildSettings.from_environment())
+    for instruction in spec.instructions:
+        assert occurrences(counts, instruction), f"no {instruction}"
+    for instruction in ("LDL", "STL"):
+        assert not occurrences(counts, instruction), f"{instruction}: local memory"
+    if isinstance(spec, GemmSpec):
+        assert occurrences(counts, f"HGMMA.64x{spec.tile.n}x16.F32.BF16")
+        shares_tiles = spec.cluster[0] * spec.cluster[1] > 1
+        assert bool(occurrences(counts, "UTMALDG.2D.MULTICAST")) == shares_tiles
+    resources = record.resources
+    assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
+    assert resources.registers * spec.threads * spec.blocks_per_sm <= 65_536
+
+
+def test_every_kind_of_kernel_and_every_epilogue_is_among_them() -> None:
+    """What a plan holds is compiled here at least once: another kind of kernel must be added to the choice."""
+    kinds = {(spec.template, getattr(spec, "op", None)) for spec in CHOSEN}
+    assert kinds == {(spec.template, getattr(spec, "op", None)) for plan in (SMALL, LARGE) for spec in plan.specs()}
+    tiles = {getattr(spec, "batch_tile", None) for spec in CHOSEN} - {None}
+    assert tiles == set(SMALL.decode["o"])
+    gemms = [spec for spec in CHOSEN if isinstance(spec, GemmSpec)]
+    assert {spec.schedule for spec in gemms} == {"cooperative", "pingpong"}
+    assert {spec.cluster for spec in gemms} == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    assert {spec.tile.m for spec in gemms} == {64, 128, 256}

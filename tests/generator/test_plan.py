@@ -1,0 +1,158 @@
+"""Plans: for every named model and precision, and for odd shapes, kernels that can be launched, each with a name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from futransformer.build.cache import file_stem
+from futransformer.generator.config import CONFIGS, GROUPS, HEAD_DIMS, LlamaConfig
+from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.plan import kernel_specs, make_plan, projections
+from futransformer.generator.precision import PRECISIONS, get_precision
+from futransformer.generator.render import TEMPLATES
+from futransformer.generator.specs import KernelSpec
+
+EVERY_PLAN = [
+    pytest.param(config, precision, id=f"{name}-{precision}")
+    for (name, config), precision in itertools.product(CONFIGS.items(), PRECISIONS)
+]
+
+# What an sm_90 multiprocessor has, and one block of it may take.
+BLOCK_SHARED_BYTES = 227 * 1024
+SM_SHARED_BYTES = 228 * 1024
+SYSTEM_SHARED_BYTES = 1024  # of every resident block
+SM_THREADS, SM_REGISTERS = 2048, 65_536
+
+
+def odd_configs(count: int) -> list[LlamaConfig]:
+    """Configurations that no one has published, from every corner of what LlamaConfig accepts."""
+    choose = random.Random(20).choice
+    configs = []
+    for index in range(count):
+        kv_heads = choose((1, 2, 3, 5, 8, 40))
+        configs.append(
+            replace(
+                CONFIGS["llama-2-7b"],
+                name=f"odd-{index}",
+                hidden_size=64 * choose((1, 2, 9, 15, 17, 48, 80, 129, 256)),
+                intermediate_size=64 * choose((1, 3, 24, 41, 172, 224, 832)),
+                num_attention_heads=kv_heads * choose(GROUPS),
+                num_key_value_heads=kv_heads,
+                head_dim=choose(HEAD_DIMS),
+                vocab_size=choose((3, 63, 64, 65, 258, 32_001, 128_256, 262_144)),
+            )
+        )
+    return configs
+
+
+def check_launchable(spec: KernelSpec) -> None:
+    """What the driver asks of a launch, and what the spec promises about sharing a multiprocessor."""
+    assert spec.threads % 32 == 0
+    assert 32 <= spec.threads <= 1024
+    assert 0 <= spec.shared_bytes <= BLOCK_SHARED_BYTES
+    assert spec.blocks_per_sm * (spec.shared_bytes + SYSTEM_SHARED_BYTES) <= SM_SHARED_BYTES
+    assert spec.blocks_per_sm * spec.threads <= SM_THREADS
+    assert spec.blocks_per_sm * spec.threads * 24 <= SM_REGISTERS, "fewer than 24 registers a thread is no kernel"
+    assert all(size in (1, 2, 4, 8) for size in spec.cluster)
+    assert spec.cluster[0] * spec.cluster[1] * spec.cluster[2] <= 8
+
+
+def check_named(spec: KernelSpec) -> None:
+    """A name that C++, the driver and every file system take."""
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", spec.name)
+    assert "_sm90_" in spec.name
+    assert len(f"{file_stem(spec.name)}-0123456789ab.cubin") <= 255
+
+
+@pytest.mark.parametrize(("config", "precision"), EVERY_PLAN)
+def test_every_kernel_of_every_plan_can_be_launched(config: LlamaConfig, precision: str) -> None:
+    specs = kernel_specs(config, precision)
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len({file_stem(name) for name in names}) == len(specs)
+    for spec in specs:
+        check_launchable(spec)
+        check_named(spec)
+        assert (TEMPLATES / spec.template).is_file()
+        parameters = [param.name for param in spec.params]
+        assert len(set(parameters)) == len(parameters)
+        assert spec.instructions, "every kernel promises what it is made of"
+
+
+@pytest.mark.parametrize(("config", "precision"), EVERY_PLAN)
+def test_projections_have_the_shapes_of_the_checkpoint(config: LlamaConfig, precision: str) -> None:
+    """N and K of every GEMM, worked out from the config by hand."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    shapes = {
+        "qkv": (q + 2 * kv, hidden),
+        "o": (hidden, q),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "lm_head": ((config.vocab_size + 63) // 64 * 64, hidden),
+    }
+    assert projections(config) == shapes
+    plan = make_plan(config, precision)
+    for by_op in (plan.prefill, plan.decode):
+        assert {op: {(spec.n, spec.k) for spec in by_rows.values()} for op, by_rows in by_op.items()} == {
+            op: {shape} for op, shape in shapes.items()
+        }
+
+
+@pytest.mark.parametrize("config", odd_configs(200), ids=lambda config: config.name)
+def test_whatever_a_config_accepts_has_a_plan(config: LlamaConfig) -> None:
+    """No shape passes LlamaConfig and fails at its kernels: it is refused at once or served."""
+    specs = kernel_specs(config, "bf16")
+    assert len({spec.name for spec in specs}) == len(specs)
+    for spec in specs:
+        check_launchable(spec)
+        check_named(spec)
+
+
+def test_a_name_stands_for_one_kernel() -> None:
+    """Models share cubins by name, so equal names must mean equal specs, across all models."""
+    known: dict[str, KernelSpec] = {}
+    for config in (*CONFIGS.values(), *odd_configs(200)):
+        for spec in kernel_specs(config, "bf16"):
+            assert known.setdefault(spec.name, spec) == spec
+    assert len(known) > 1000
+
+
+def test_the_order_is_that_of_the_model() -> None:
+    """Stable, and by role: manifests and progress follow it."""
+    config = CONFIGS["llama-3.1-8b"]
+    names = [spec.name for spec in kernel_specs(config, "bf16")]
+    assert names == [spec.name for spec in kernel_specs(replace(config), get_precision("bf16"))]
+    heads = [re.match(r"(gather_rows|attention_\w+?|argmax|(?:decode_)?gemm_\w+?)_sm90", name) for name in names]
+    roles = [role for role, _ in itertools.groupby(found[1] for found in heads if found)]
+    ops = ("qkv", "o", "gate_up", "down", "lm_head")
+    assert roles == [
+        "gather_rows",
+        *(f"gemm_{op}" for op in ops),
+        "attention_prefill",
+        *(f"decode_gemm_{op}" for op in ops),
+        "attention_decode",
+        "argmax",
+    ]
+
+
+def test_the_largest_model_is_generated_though_no_gpu_holds_it() -> None:
+    """Shapes are numbers to the generator: 405b has the plan of every other model, with 16 heads a group."""
+    config = CONFIGS["llama-3.1-405b"]
+    plan = make_plan(config, "bf16")
+    layer_bytes = 2 * sum(n * k for op, (n, k) in projections(config).items() if op != "lm_head")
+    assert layer_bytes * config.num_hidden_layers > 5 * 141e9
+    assert {(spec.n, spec.k) for spec in plan.prefill["gate_up"].values()} == {(2 * 53_248, 16_384)}
+    assert plan.attention_prefill.heads.group == plan.attention_decode.heads.group == 16
+    small = make_plan(CONFIGS["smollm2-135m"], "bf16")
+    for gemms, of_small in ((plan.prefill, small.prefill), (plan.decode, small.decode)):
+        assert {op: list(by_rows) for op, by_rows in gemms.items()} == {op: list(of_small[op]) for op in of_small}
+
+
+def test_an_unknown_precision_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(UnsupportedError, match="precision 'int2' is not implemented; choose one of: bf16"):
+        kernel_specs(CONFIGS["llama-3.1-8b"], "int2")

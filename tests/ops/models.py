@@ -1,0 +1,94 @@
+"""The shapes that the kernels are tested at, and their exports for a machine with a GPU and no tool chain.
+
+``python -m tests.ops.models FOLDER [NAME...]`` builds and exports the kernels of every model that the GPU tests name,
+or of those named here, for ``pytest -m gpu --kernels FOLDER``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from futransformer.build.compile import build_kernels
+from futransformer.build.export import export
+from futransformer.build.manifest import ModelManifest
+from futransformer.build.settings import BuildSettings
+from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.heuristics import gemm_specs
+from futransformer.generator.plan import kernel_specs
+from futransformer.generator.precision import get_precision
+from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
+
+# Shapes that no one has published, each for several oddities at once.
+MADE_UP: dict[str, LlamaConfig] = {
+    config.name: config
+    for config in (
+        # 16 query heads a key/value head; hidden_size 2048
+        replace(load_config("llama-3.2-1b"), name="group16", num_attention_heads=32, num_key_value_heads=2),
+        # 5 query heads a key/value head; hidden_size 5120
+        replace(load_config("llama-2-13b"), name="group5", num_key_value_heads=8),
+        # Attention is wider than the residual stream (24 heads over 3 of 64 features), gate_up and the head end in a
+        # part of a tile, and the vocabulary is not even
+        replace(
+            load_config("smollm2-360m"),
+            name="odd",
+            intermediate_size=2624,
+            num_attention_heads=24,
+            num_key_value_heads=3,
+            vocab_size=32_001,
+        ),
+    )
+}
+
+MODELS = ("smollm2-135m", "llama-2-7b", "llama-3-70b", "llama-3.1-8b", "llama-3.2-3b", *MADE_UP)
+
+# Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
+# is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
+# K = 1000 gives each half eight steps, of K = 72 one.
+_BF16 = get_precision("bf16")
+
+
+def _tail(op: str, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int, int], schedule: str) -> GemmSpec:
+    return GemmSpec(op, _BF16.prefill, n, k, Tile(*tile, 64), *cluster, stages=3, schedule=schedule, raster=2)
+
+
+TAILS: tuple[GemmSpec, ...] = tuple(
+    dict.fromkeys(
+        (
+            *gemm_specs("o", 416, 1000, _BF16).values(),
+            *gemm_specs("gate_up", 896, 72, _BF16).values(),
+            *gemm_specs("lm_head", 5312, 4112, _BF16).values(),
+            _tail("o", 416, 1000, (128, 160), (1, 2, 1), "pingpong"),
+            _tail("o", 416, 1000, (192, 128), (2, 1, 1), "pingpong"),
+            _tail("o", 416, 1000, (256, 160), (1, 2, 1), "cooperative"),
+            _tail("o", 416, 1000, (256, 96), (1, 1, 2), "cooperative"),
+            _tail("o", 416, 1000, (64, 64), (1, 1, 2), "cooperative"),
+            _tail("gate_up", 896, 72, (128, 192), (2, 1, 1), "pingpong"),
+            _tail("gate_up", 896, 72, (128, 128), (1, 1, 2), "cooperative"),
+        )
+    )
+)
+TAILS_NAME = "tails"
+
+
+def model_config(name: str) -> LlamaConfig:
+    """Return a named configuration, published or made up here."""
+    return MADE_UP[name] if name in MADE_UP else load_config(name)
+
+
+def specs_of(name: str) -> tuple[KernelSpec, ...]:
+    """The kernels of one export."""
+    return TAILS if name == TAILS_NAME else kernel_specs(model_config(name), "bf16")
+
+
+def main(folder: Path, names: tuple[str, ...]) -> None:
+    """Build and export."""
+    settings = BuildSettings.from_environment()
+    for name in names or (*MODELS, TAILS_NAME):
+        records = build_kernels(specs_of(name), settings=settings, progress=print)
+        export(ModelManifest(name, "bf16", records), folder / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), tuple(sys.argv[2:]))

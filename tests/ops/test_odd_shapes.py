@@ -1,0 +1,357 @@
+"""Every operation at shapes that are round in nothing, and the prefill GEMMs where tiles end.
+
+The problems and tolerances are those of each operation's own tests. The same checks run on the stand-in library, so
+that what is asked of a GPU has been seen to pass, and to fail, without one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from futransformer.driver import Kernel
+from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
+from futransformer.generator.precision import get_precision
+from futransformer.generator.specs import GemmSpec, KernelSpec
+from futransformer.library import KernelLibrary
+from futransformer.ops import gemm as gemm_module
+from futransformer.ops.gemm import PrefillGemm
+from futransformer.ops.interface import PROJECTIONS, Projection
+from futransformer.packing import pack_prefill
+from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops import test_attention_decode as decode_attention
+from tests.ops import test_attention_prefill as prefill_attention
+from tests.ops import test_decode_gemm as decode_gemm
+from tests.ops import test_gemm as prefill_gemm
+from tests.ops import test_rows as rows_tests
+from tests.ops.models import MADE_UP, TAILS
+from tests.ops.stand_in import StandInKernel, stand_in_library
+from tests.ops.tolerance import worst_block
+
+ODD = ("odd", "group5", "llama-3.2-3b")
+PREFILL_ROWS = (1, 17, 129, 1088)
+DECODE_ROWS = (1, 3, 9, 33, 65)
+TAIL_ROWS = (1, 127, 128, 129, 300)
+PROMPTS = ((0, 0), (1, 1), (65, 65), (17, 81), (129, 257), (3, 130))  # (queries, keys)
+
+GpuOps = Callable[[str], KernelLibrary]
+GpuKernel = Callable[[KernelSpec], Kernel]
+
+
+# Projections
+
+
+def check_prefill(ops: KernelLibrary, op: Projection, rows: int) -> None:
+    problem = prefill_gemm.Problem(ops, op, rows)
+    outputs = problem.run(ops)
+    prefill_gemm.check_against_reference(problem, outputs)
+    for first, second in zip(outputs, problem.run(ops), strict=True):
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), "two runs differ"
+
+
+def check_decode(ops: KernelLibrary, op: Projection, rows: int) -> None:
+    problem = decode_gemm.problem_of(ops, op)
+    outputs = problem.launch(0, rows)
+    decode_gemm.assert_close(problem, outputs, rows)
+    decode_gemm.assert_same_bits(outputs, problem.launch(0, rows), "two runs differ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", PREFILL_ROWS)
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("model", ODD)
+def test_prefill_projection(gpu_ops: GpuOps, model: str, op: Projection, rows: int) -> None:
+    check_prefill(gpu_ops(model), op, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", DECODE_ROWS)
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("model", ODD)
+def test_decode_projection(gpu_ops: GpuOps, model: str, op: Projection, rows: int) -> None:
+    check_decode(gpu_ops(model), op, rows)
+
+
+# Attention and rows
+
+
+def check_attention(ops: KernelLibrary) -> None:
+    heads = ops.config.heads
+    prompts = prefill_attention.Problem(ops, heads, PROMPTS)
+    prompts.check(prompts.run())
+    batch = decode_attention.Problem(ops, heads, [0, 1, 63, 64, 65, 700])
+    for options in decode_attention.CHOSEN_AND_FIXED:
+        batch.check(batch.run(**options))
+
+
+def check_rows(ops: KernelLibrary) -> None:
+    rows_tests.check_gather(ops, ops.config.hidden_size, 17)
+    logits, expected = rows_tests.argmax_rows(ops.config.vocab_size, ops.device)
+    view = rows_tests.padded(logits, padded_vocab(ops.config.vocab_size), 0)
+    assert ops.argmax(view).tolist() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ODD)
+def test_attention(gpu_ops: GpuOps, model: str) -> None:
+    check_attention(gpu_ops(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ODD)
+def test_rows(gpu_ops: GpuOps, model: str) -> None:
+    check_rows(gpu_ops(model))
+
+
+# The ends of the prefill GEMM's tiles
+
+
+class TailProblem:
+    """A GEMM whose K ends within a step of 64, and whose N within a tile: inputs, poisoned outputs, the reference."""
+
+    def __init__(self, spec: GemmSpec, rows: int, device: torch.device) -> None:
+        self.spec, self.rows, self.device = spec, rows, device
+        generator = torch.Generator(device).manual_seed(rows)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        self.x = (normal(rows, spec.k) * torch.linspace(0.1, 8, rows, device=device)[:, None]).bfloat16()
+        self.logical = (normal(spec.n, spec.k) * spec.k**-0.5).bfloat16()
+        self.sumsq = self.x.float().square().sum(1, keepdim=True)
+        self.residual = (normal(rows, spec.n) * 4).bfloat16()
+
+    def run(self, kernel: Kernel) -> dict[str, Tensor]:
+        """Launch with room behind the last row, which must stay poison."""
+        spec, rows = self.spec, self.rows
+
+        def poisoned(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((rows + 300, columns), torch.nan, dtype=dtype, device=self.device)
+
+        outputs = {"out": poisoned(spec.n, torch.bfloat16)}
+        arguments: dict[str, Any] = {"sumsq": self.sumsq, "sumsq_parts": 1, "rms_norm_eps": 1e-5}
+        if spec.op == "o":
+            outputs["sumsq_out"] = poisoned(spec.sumsq_parts, torch.float32)
+            arguments = {"residual": self.residual}
+        elif spec.op == "gate_up":
+            outputs["out"] = poisoned(spec.n // 2, torch.bfloat16)
+        else:
+            outputs["out"] = poisoned(spec.n, torch.float32)
+        weight = pack_prefill(cast(Projection, spec.op), self.logical)
+        cut = {name: tensor[:rows] for name, tensor in outputs.items()}
+        PrefillGemm({MAX_ROWS: kernel}).launch(self.x, weight, **arguments, **cut)
+        for name, tensor in outputs.items():
+            assert tensor[rows:].isnan().all(), f"{name}: rows past the end were written"
+        return cut
+
+    def reference(self, dtype: torch.dtype) -> Tensor:
+        ops = ReferenceOps(MADE_UP["odd"], device=self.device, dtype=dtype)  # of which no shape is read
+        weight = self.logical.float()
+        if self.spec.op == "o":
+            return ops.o("prefill", self.x, weight, self.residual.to(dtype).clone())[0]
+        if self.spec.op == "gate_up":
+            return ops.gate_up("prefill", self.x, self.sumsq, weight)
+        return F.linear(self.x.float(), weight) * torch.rsqrt(self.sumsq / self.spec.k + 1e-5)
+
+    def check(self, outputs: dict[str, Tensor]) -> None:
+        precision = get_precision("bf16")
+        exact, rounded = (self.reference(dtype) for dtype in (torch.float32, torch.bfloat16))
+        out = outputs["out"].float()
+        # as for logits elsewhere: float32 sums of K products, off by sqrt(K) roundings of 2^-24
+        rounding = 2.0**-14 if self.spec.op == "lm_head" else precision.atol / 2
+        limit = rounding * float(exact.abs().max())
+        if self.spec.op != "lm_head":
+            limit = allowed_error(rounded, exact, precision)
+        assert largest_error(out, exact) <= limit
+        assert worst_block(out, exact) <= 4 * rounding
+        if self.spec.op == "o":
+            parts = torch.stack([part.square().sum(1) for part in torch.split(out, self.spec.tile.n, 1)], 1)
+            torch.testing.assert_close(outputs["sumsq_out"], parts, rtol=1e-5, atol=0)
+
+
+def check_tails(spec: GemmSpec, kernel: Kernel, device: torch.device, rows: int) -> None:
+    problem = TailProblem(spec, rows, device)
+    outputs = problem.run(kernel)
+    problem.check(outputs)
+    for name, again in problem.run(kernel).items():
+        assert torch.equal(again.view(torch.uint8), outputs[name].view(torch.uint8)), f"{name}: two runs differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", TAIL_ROWS)
+@pytest.mark.parametrize("spec", TAILS, ids=lambda spec: spec.name)
+def test_tails(gpu_kernel: GpuKernel, spec: GemmSpec, rows: int) -> None:
+    kernel = gpu_kernel(spec)
+    check_tails(spec, kernel, kernel.device, rows)
+
+
+# Rows of the prefill by themselves
+
+
+ROW_INPUTS = ("x", "sumsq", "residual", "positions", "slots")
+
+
+def variant(problem: prefill_gemm.Problem, **inputs: Tensor) -> prefill_gemm.Problem:
+    """The same problem with other inputs."""
+    other = copy.copy(problem)
+    vars(other).update(inputs)
+    return other
+
+
+def row_of(op: Projection, outputs: list[Tensor], row: int, slot: int) -> list[Tensor]:
+    """What one row has written: its row of each output, and its slot of the pages."""
+    if op != "qkv":
+        return [output[row] for output in outputs]
+    q, *pages = outputs
+    return [q[row], *(page[slot // 64, :, slot % 64] for page in pages if slot >= 0)]
+
+
+def check_a_row_does_not_see_its_neighbours(ops: KernelLibrary, op: Projection, rows: int) -> None:
+    """Rows alone, and rows among NaN, have the bits that they have in the batch."""
+    problem = prefill_gemm.Problem(ops, op, rows)
+    together = problem.run(ops)
+    for row in (0, rows // 2, rows - 1):
+        slot = int(problem.slots[row])
+        want = row_of(op, together, row, slot)
+        among_nan = torch.full_like(problem.x, torch.nan)
+        among_nan[row] = problem.x[row]
+        poisoned = row_of(op, variant(problem, x=among_nan).run(ops), row, slot)
+        inputs = {name: getattr(problem, name)[row : row + 1].clone() for name in ROW_INPUTS}
+        alone = row_of(op, variant(problem, **inputs).run(ops), 0, slot)
+        for output, (expected, among, single) in enumerate(zip(want, poisoned, alone, strict=True)):
+            assert torch.equal(single, expected), f"output {output}: row {row} differs from its solo run"
+            assert torch.equal(among, expected), f"output {output}: row {row} saw a NaN beside it"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("model", prefill_gemm.MODELS)
+def test_a_row_of_the_prefill_does_not_see_its_neighbours(gpu_ops: GpuOps, model: str, op: Projection) -> None:
+    check_a_row_does_not_see_its_neighbours(gpu_ops(model), op, 130)
+
+
+def check_an_outlier(ops: KernelLibrary) -> None:
+    """One channel at 3e4 in one row: finite, right, and of no effect on the other rows."""
+    problem = prefill_gemm.Problem(ops, "down", 130)
+    before = problem.run(ops)[0]
+    problem.x[1, 5] = 3e4
+    after = problem.run(ops)
+    assert after[0].isfinite().all()
+    prefill_gemm.check_against_reference(problem, after)
+    rest = [0, *range(2, 130)]
+    assert torch.equal(after[0][rest], before[rest])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", prefill_gemm.MODELS)
+def test_an_activation_outlier_in_the_prefill(gpu_ops: GpuOps, model: str) -> None:
+    check_an_outlier(gpu_ops(model))
+
+
+# The same checks on the stand-in, which must pass, and on stand-ins with a fault, which must not
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
+    return stand_in_library(replace(MADE_UP["odd"], vocab_size=2001), monkeypatch)
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_the_checks_of_projections_pass_on_the_reference(stand_in: KernelLibrary, op: Projection) -> None:
+    check_prefill(stand_in, op, 17)
+    for rows in (3, 65):
+        check_decode(stand_in, op, rows)
+    check_a_row_does_not_see_its_neighbours(stand_in, op, 5)
+
+
+def test_the_other_checks_pass_on_the_reference(stand_in: KernelLibrary) -> None:
+    check_attention(stand_in)
+    check_rows(stand_in)
+    check_an_outlier(stand_in)
+
+
+@pytest.fixture
+def tail_kernel(monkeypatch: pytest.MonkeyPatch) -> StandInKernel:
+    monkeypatch.setattr(gemm_module, "tensor_map_2d", lambda tensor, *_: tensor)
+    return StandInKernel(TAILS[0], ReferenceOps(MADE_UP["odd"]))
+
+
+def test_the_checks_of_tails_pass_on_the_reference(tail_kernel: StandInKernel) -> None:
+    check_tails(TAILS[0], cast(Kernel, tail_kernel), tail_kernel.device, 129)
+
+
+def lose_the_last_row(arguments: dict[str, Any]) -> None:
+    arguments["out"][-1] = torch.nan
+
+
+def write_past_the_end(arguments: dict[str, Any]) -> None:
+    out = arguments["out"]
+    torch.as_strided(out, (out.shape[0] + 1, out.shape[1]), out.stride())[-1] = 0
+
+
+def spoil_a_stripe(arguments: dict[str, Any]) -> None:
+    """Sixteen columns of a row by 2 %: far inside the absolute tolerance of values that reach 16."""
+    arguments["out"][40, 32:48] *= 1.02
+
+
+def leave_the_end_of_k(arguments: dict[str, Any]) -> None:
+    x, weight = arguments["x"], arguments["weight"]
+    missing = x[:, 960:].float() @ weight[:, 960:].float().T
+    arguments["out"] -= missing.bfloat16()  # of other columns, for the weight is packed: no matter
+
+
+def lose_a_part(arguments: dict[str, Any]) -> None:
+    arguments["sumsq_out"][:, -1] = 0
+
+
+FAULTS: dict[Callable[[dict[str, Any]], None], str] = {
+    lose_the_last_row: "assert inf <=",
+    write_past_the_end: "out: rows past the end were written",
+    spoil_a_stripe: "worst_block",
+    leave_the_end_of_k: "largest_error",
+    lose_a_part: "not close",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_noticed(tail_kernel: StandInKernel, fault: Callable[[dict[str, Any]], None]) -> None:
+    class Faulty(StandInKernel):
+        def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+            super().launch(grid, **arguments)
+            fault(arguments)
+
+    kernel = cast(Kernel, Faulty(TAILS[0], tail_kernel.ops))
+    with pytest.raises(AssertionError, match=FAULTS[fault]):
+        check_tails(TAILS[0], kernel, tail_kernel.device, 129)
+
+
+def test_an_output_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faulty(StandInKernel):
+        def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+            kept = arguments["q"].clone() if "q" in arguments else None
+            super().launch(grid, **arguments)
+            if kept is not None:
+                arguments["q"][3, 64:72] = kept[3, 64:72]
+
+    with pytest.raises(AssertionError):
+        check_prefill(stand_in_library(MADE_UP["odd"], monkeypatch, Faulty), "qkv", 17)
+
+
+def test_a_difference_between_two_runs_is_noticed(tail_kernel: StandInKernel) -> None:
+    launches: list[tuple[int, int, int]] = []
+
+    class Faulty(StandInKernel):
+        def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+            super().launch(grid, **arguments)
+            arguments["out"].view(torch.int16)[-1, -1] ^= len(launches)
+            launches.append(grid)
+
+    with pytest.raises(AssertionError, match="out: two runs differ"):
+        check_tails(TAILS[0], cast(Kernel, Faulty(TAILS[0], tail_kernel.ops)), tail_kernel.device, 129)

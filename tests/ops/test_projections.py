@@ -1,0 +1,251 @@
+"""The projections on the CPU, up to the launch: what they ask of their tensors and what reaches each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.driver import Kernel
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError
+from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
+from futransformer.ops import decode_gemm as decode_gemm_module
+from futransformer.ops import gemm as gemm_module
+from futransformer.ops.decode_gemm import DecodeGemm
+from futransformer.ops.gemm import PrefillGemm
+from futransformer.ops.interface import PROJECTIONS, Phase, Projection
+from futransformer.ops.projections import ProjectionGemm, Projections
+
+CONFIG = replace(load_config("smollm2-135m"), vocab_size=1001, eos_token_ids=())
+ROWS, PADDED_VOCAB = 5, 1024
+CPU, META = torch.device("cpu"), torch.device("meta")
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass
+class RecordingKernel:
+    """Stands in for a loaded kernel: remembers its launches."""
+
+    spec: GemmSpec | DecodeGemmSpec
+    launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = field(default_factory=list)
+    sm_count: int = 132
+
+    def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+        assert set(arguments) == {param.name for param in self.spec.params}, "every parameter once, and no other"
+        self.launches.append((grid, arguments))
+
+
+class Recorded:
+    """The projections of CONFIG on kernels that only remember."""
+
+    def __init__(self) -> None:
+        self.plan: Plan = make_plan(CONFIG, "bf16")
+        self.kernels: list[RecordingKernel] = []
+        gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
+        for op in PROJECTIONS:
+            by_rows = {rows: self.kernel(spec) for rows, spec in self.plan.prefill[op].items()}
+            gemms["prefill", op] = PrefillGemm(by_rows)
+            by_batch = {batch: self.kernel(spec) for batch, spec in self.plan.decode[op].items()}
+            gemms["decode", op] = DecodeGemm(by_batch)
+        self.gemms = gemms
+        self.projections = Projections(CONFIG, CONFIG.heads, gemms, CPU)
+
+    def kernel(self, spec: GemmSpec | DecodeGemmSpec) -> Kernel:
+        self.kernels.append(RecordingKernel(spec))
+        return cast(Kernel, self.kernels[-1])
+
+    def arguments(self, phase: Phase, op: Projection, rows: int = ROWS) -> dict[str, Any]:
+        """Tensors that fit."""
+        heads, hidden, inner = CONFIG.heads, CONFIG.hidden_size, CONFIG.intermediate_size
+        k = {"o": heads.q_features, "down": inner}.get(op, hidden)
+        arguments: dict[str, Any] = {
+            "phase": phase,
+            "x": torch.zeros(rows, k).bfloat16(),
+            "weight": torch.zeros(self.gemms[phase, op].weight_shape()).bfloat16(),
+        }
+        if op in ("o", "down"):
+            return {**arguments, "op": op, "residual": torch.zeros(rows, hidden).bfloat16()}
+        arguments["sumsq"] = torch.zeros(rows, 3)
+        if op == "lm_head":
+            arguments["padded_vocab"] = PADDED_VOCAB
+        if op == "qkv":
+            pages = torch.zeros(2, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim).bfloat16()
+            arguments |= {
+                "rope_table": torch.zeros(100, heads.head_dim // 2, 2),
+                "positions": torch.zeros(rows, dtype=torch.int32),
+                "slots": torch.zeros(rows, dtype=torch.int64),
+                "k_pages": pages,
+                "v_pages": pages.clone(),
+            }
+        return arguments
+
+    def run(self, op: Projection, arguments: dict[str, Any]) -> Any:
+        method = "add_to_residual" if op in ("o", "down") else op
+        return getattr(self.projections, method)(**arguments)
+
+    @property
+    def launched(self) -> list[RecordingKernel]:
+        return [kernel for kernel in self.kernels if kernel.launches]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    def encode(tensor: Tensor, box_rows: int, box_columns: int) -> SimpleNamespace:
+        return SimpleNamespace(tensor=tensor, box=(box_rows, box_columns))
+
+    def encode_groups(tensor: Tensor, box: tuple[int, int, int]) -> SimpleNamespace:
+        return SimpleNamespace(tensor=tensor, box=box)
+
+    monkeypatch.setattr(gemm_module, "tensor_map_2d", encode)
+    monkeypatch.setattr(decode_gemm_module, "tensor_map_column_groups", encode_groups)
+    return Recorded()
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_launch_with_every_argument(recorded: Recorded, phase: Phase, op: Projection) -> None:
+    arguments = recorded.arguments(phase, op)
+    returned = recorded.run(op, arguments)
+    (kernel,) = recorded.launched
+    ((_, given),) = kernel.launches
+    assert kernel.spec.op == op
+    assert given["m"] == ROWS
+    for name in ("rope_table", "positions", "slots", "k_pages", "v_pages", "residual"):
+        if name in arguments:
+            assert given[name].data_ptr() == arguments[name].data_ptr()
+    if "rowscale" in kernel.spec.epilogue:
+        assert given["sumsq"].data_ptr() == arguments["sumsq"].data_ptr()
+        assert (given["sumsq_parts"], given["rms_norm_eps"]) == (3, CONFIG.rms_norm_eps)
+
+    heads = CONFIG.heads
+    if op == "qkv":
+        assert (returned.shape, returned.dtype) == ((ROWS, heads.q_features), torch.bfloat16)
+        assert given["q"].data_ptr() == returned.data_ptr()
+    elif op in ("o", "down"):
+        x, sumsq = returned
+        assert x is arguments["residual"], "in place"
+        assert given["out"].data_ptr() == given["residual"].data_ptr()
+        assert (sumsq.shape, sumsq.dtype) == ((ROWS, kernel.spec.sumsq_parts), torch.float32)
+        assert given["sumsq_out"].data_ptr() == sumsq.data_ptr()
+    elif op == "gate_up":
+        assert (returned.shape, returned.dtype) == ((ROWS, CONFIG.intermediate_size), torch.bfloat16)
+    else:
+        assert (returned.shape, returned.dtype) == ((ROWS, CONFIG.vocab_size), torch.float32)
+        assert returned.stride() == (PADDED_VOCAB, 1)
+        assert given["out"].shape == (ROWS, PADDED_VOCAB)
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_rows_launch_nothing(recorded: Recorded, phase: Phase, op: Projection) -> None:
+    returned = recorded.run(op, recorded.arguments(phase, op, rows=0))
+    assert recorded.launched == []
+    for tensor in returned if isinstance(returned, tuple) else (returned,):
+        assert tensor.shape[0] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 1088, 100_000])
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_the_prefills_grid_and_boxes(recorded: Recorded, op: Projection, rows: int) -> None:
+    """Whole clusters, no more blocks than multiprocessors; boxes of a tile, shared out in a cluster."""
+    recorded.run(op, recorded.arguments("prefill", op, rows))
+    (kernel,) = recorded.launched
+    ((grid, given),) = kernel.launches
+    spec = kernel.spec
+    assert isinstance(spec, GemmSpec)
+    blocks = grid[0] * grid[1] * grid[2]
+    in_cluster = spec.cluster[0] * spec.cluster[1] * spec.cluster[2]
+    assert blocks % in_cluster == 0
+    assert in_cluster <= blocks <= 132 * spec.blocks_per_sm
+    assert given["x"].tensor.shape == (rows, spec.k)
+    assert given["weight"].tensor.shape == (spec.n, spec.k)
+    assert given["x"].box == (spec.tile.m // spec.cluster[1], spec.tile.k)
+    assert given["weight"].box == (spec.tile.n // spec.cluster[0], spec.tile.k)
+
+
+Change = Callable[[Tensor], Any]
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same values two bytes (four, of float32) behind a multiple of sixteen."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same shape, its rows apart."""
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "type": (lambda tensor: tensor.to(torch.float64), "must be torch.*, not torch.float64"),
+    "extent": (lambda tensor: torch.cat([tensor, tensor]), "must have shape"),
+    "dimensions": (lambda tensor: tensor[None], "must have shape"),
+    "scalar": (lambda tensor: tensor.flatten()[0], "must have shape"),
+    "device": (lambda tensor: tensor.to(META), "is on meta, the kernels are on cpu"),
+    "strides": (strided, "must be contiguous"),
+    "no tensor": (lambda _: None, "must be a tensor, not NoneType"),
+}
+TENSORS: dict[Projection, tuple[str, ...]] = {
+    "qkv": ("x", "sumsq", "weight", "rope_table", "positions", "slots", "k_pages", "v_pages"),
+    "o": ("x", "weight", "residual"),
+    "gate_up": ("x", "sumsq", "weight"),
+    "down": ("x", "weight", "residual"),
+    "lm_head": ("x", "sumsq", "weight"),
+}
+# Whose first extent is the caller's to choose; of a doubled x, the other tensors complain.
+FREE = {"rope_table", "k_pages", "x"}
+CASES = [
+    pytest.param(phase, op, name, fault, id=f"{phase}-{op}-{name}-{fault}")
+    for phase in PHASES
+    for op, names in TENSORS.items()
+    for name in names
+    for fault in WRONG
+    if not (fault == "extent" and name in FREE) and not (fault == "strides" and name in ("positions", "slots"))
+]
+
+
+@pytest.mark.parametrize(("phase", "op", "name", "fault"), CASES)
+def test_a_wrong_tensor_is_named(recorded: Recorded, phase: Phase, op: Projection, name: str, fault: str) -> None:
+    change, message = WRONG[fault]
+    arguments = recorded.arguments(phase, op)
+    arguments[name] = change(arguments[name])
+    with pytest.raises(InputError, match=f"^{op}: {name} {message}"):
+        recorded.run(op, arguments)
+    assert recorded.launched == []
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_misaligned_tensor_is_named(recorded: Recorded, phase: Phase, op: Projection) -> None:
+    """Kernels read and write these sixteen bytes at a time, and a fault on the device ends the process."""
+    for name in set(TENSORS[op]) - {"sumsq", "positions", "slots"}:
+        arguments = recorded.arguments(phase, op)
+        arguments[name] = misaligned(arguments[name])
+        with pytest.raises(InputError, match=f"^{op}: {name} starts at 0x.*, not at a multiple of 16 bytes"):
+            recorded.run(op, arguments)
+    assert recorded.launched == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_rows_that_disagree_are_named(recorded: Recorded, phase: Phase) -> None:
+    for op in PROJECTIONS:
+        arguments = recorded.arguments(phase, op)
+        arguments["x"] = torch.cat([arguments["x"], arguments["x"]])
+        other = "residual" if op in ("o", "down") else "sumsq"
+        with pytest.raises(InputError, match=rf"^{op}: {other} must have shape \[{2 * ROWS}, "):
+            recorded.run(op, arguments)
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_a_weight_packed_for_the_other_phase_is_refused(recorded: Recorded, op: Projection) -> None:
+    arguments = recorded.arguments("prefill", op)
+    arguments["weight"] = recorded.arguments("decode", op)["weight"]
+    with pytest.raises(InputError, match=f"^{op}: weight must have shape"):
+        recorded.run(op, arguments)
