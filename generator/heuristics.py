@@ -22,9 +22,9 @@ TABLE = (
     Path(__file__).parent / "gemm_table.json"
 )  # schedules for an H200; docs/notebook/gemm.md says how they were chosen
 
-# Decode GEMMs.
-MAX_ROW_TILES = 16  # of a cluster: eight warps with the sums of two each
+# Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
 MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
+MIN_ROW_TILES = 4  # of a cluster: x from L2 is then at most as many bytes as the weights, up to 64 sequences
 MIN_STAGES = 3  # one being read, two on their way
 MAX_STAGES = 8
 MAX_STAGE_K = 512
@@ -151,34 +151,72 @@ def decode_gemm_spec(
 ) -> DecodeGemmSpec:
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
-    As many row tiles a block as leave one block a multiprocessor: each reads x once, and all end together. From 32
-    sequences on x outweighs the weights of two or three row tiles, so four blocks share four times the tiles and split
-    K. Two kernels fit a multiprocessor together, so that the next one's weights arrive while this one ends.
+    Where N is small, one block a multiprocessor: up to 8 sequences of one to three row tiles and all of K, and the next
+    kernel starts with this one, for the ring that it fills is its whole work; with more sequences a cluster of two or
+    four blocks shares at least four row tiles and splits K, and so reads less of x. Where N is large, see ``_wide``.
     """
-    tiles = n // ROW_TILE
-    row_tiles = max(r for r in range(1, MAX_ROW_TILES + 1) if tiles % r == 0 and (tiles // r >= MIN_BLOCKS or r == 1))
-    split_k = 1
-    if batch_tile >= 32 and row_tiles <= 3 and tiles % (4 * row_tiles) == 0 and k % 512 == 0:
-        split_k, row_tiles = 4, 4 * row_tiles
+    tiles, split_k = n // ROW_TILE, 1
+    narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
+    row_tiles = _wide(tiles, batch_tile) or narrow
+    if batch_tile >= 16 and row_tiles < MIN_ROW_TILES:
+        blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
+        if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
+            split_k, row_tiles = blocks, blocks * row_tiles
     # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
     warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
     if row_tiles <= 3 and batch_tile <= 16:
         warp_rows = 1
-    warp_split = 1 << max(8 // warp_rows, 1).bit_length() - 1
+    warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
+    warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
     stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits)
     return DecodeGemmSpec(
-        op, precision.decode, n, k, batch_tile, row_tiles, warp_rows, warp_split, split_k, stages, stage_k, heads
+        op,
+        precision.decode,
+        n,
+        k,
+        batch_tile,
+        row_tiles,
+        warp_rows,
+        warp_split,
+        split_k,
+        stages,
+        stage_k,
+        heads,
+        early_next=batch_tile == 8 and row_tiles < MIN_ROW_TILES,
     )
 
 
+def _wide(tiles: int, batch_tile: int) -> int | None:
+    """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
+
+    Up to 8 sequences x is little, and fewer tiles make longer copies: one thread issues a copy in about 48 ns, in
+    which a multiprocessor takes in 1.6 KB. With more sequences more tiles share x; up to 32, more than 8 would leave
+    copies of 2 KB.
+    """
+    most = 8 if batch_tile <= 32 else 14
+    fitting = [r for r in range(MIN_ROW_TILES, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
+
+    def busiest(row_tiles: int) -> tuple[int, int]:
+        """Row tiles of the multiprocessor that has most."""
+        share = -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
+        return share, row_tiles if batch_tile == 8 else -row_tiles
+
+    return min(fitting, key=busiest, default=None)
+
+
 def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int) -> tuple[int, int]:
-    """Stages and their k: the longest of which three fit into half a multiprocessor, and as many as do."""
+    """Stages and their k: the longest of which three fit into half a multiprocessor, and as many as do.
+
+    At 64 sequences a warp that has one step of a stage shows the latency of each (8B, down: 70 us, with two 40), so two
+    are the least there, and the kernel may then have the multiprocessor to itself.
+    """
     step_k = max(32, 256 // bits) * warp_split
     step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
-    room = HALF_SHARED_BYTES - 32 * batch_tile
-    steps = max(1, min(room // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
+    half = HALF_SHARED_BYTES - 32 * batch_tile
+    least = 1 if batch_tile <= 32 else 2
+    steps = max(least, min(half // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
     steps = 1 << steps.bit_length() - 1
-    fit = min(room // (steps * step_bytes), MAX_STAGES)
+    fit = min(max(half // (steps * step_bytes), MIN_STAGES), MAX_STAGES)
     return max(2, min(fit, -(-k // (steps * step_k)))), steps * step_k
 
 
