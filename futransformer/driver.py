@@ -3,6 +3,9 @@
 A kernel's arguments are written by the list in its manifest record into storage that is made once (``Arguments``), so
 nothing is allocated and nothing synchronises on the hot path, and every launch can be captured in a CUDA graph. A
 kernel object is not thread-safe: two threads need two libraries.
+
+Launches in a ``LaunchChain`` overlap: a kernel may start, and fetch what is constant to the chain, while its
+predecessor still runs (programmatic dependent launch). Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from futransformer.generator.errors import DeviceError
 if TYPE_CHECKING:
     from futransformer.build.manifest import KernelRecord
     from futransformer.generator.specs import KernelSpec
+
+_ALL_SHARED = 100  # per cent of what L1 and shared memory have between them that may be shared
 
 
 def check(result: tuple[Any, ...]) -> Any:
@@ -52,10 +57,44 @@ def require_hopper() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+class LaunchChain:
+    """Which launches may start before their predecessor has ended: inside ``with chain``, all but the first.
+
+    What was written before the chain's first launch is constant to its kernels, which may read it early. So a weight,
+    a table, a length or a key of an earlier token must not be written inside the chain.
+    """
+
+    def __init__(self) -> None:
+        """Begin closed; ``enabled = False`` makes every launch an ordinary one."""
+        self.enabled = True
+        self._links: int | None = None  # launches so far; None outside
+
+    def __enter__(self) -> None:
+        assert self._links is None, "chains do not nest"
+        self._links = 0
+
+    def __exit__(self, *_: object) -> None:
+        self._links = None
+
+    def link(self) -> bool:
+        """Count a launch; say whether it may overlap the one before."""
+        if self._links is None:
+            return False
+        self._links += 1
+        return self.enabled and self._links > 1
+
+
 class Kernel:
     """A loaded kernel. ``launch`` takes its arguments by parameter name."""
 
-    def __init__(self, spec: KernelSpec, record: KernelRecord, cubin: bytes, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: KernelSpec,
+        record: KernelRecord,
+        cubin: bytes,
+        device: torch.device,
+        chain: LaunchChain | None = None,
+    ) -> None:
         from cuda.bindings import driver  # noqa: PLC0415
 
         torch.cuda.current_stream(device)  # the primary context exists from here on
@@ -67,15 +106,22 @@ class Kernel:
         self._cubin = cubin  # the driver may read it for as long as the library lives
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         kernel = check(driver.cuLibraryGetKernel(self._library, record.name.encode()))
+        ordinal = check(driver.cuDeviceGet(device.index))
+        attribute = driver.CUfunction_attribute
         if record.shared_bytes:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            ordinal = check(driver.cuDeviceGet(device.index))
-            check(driver.cuKernelSetAttribute(attribute, record.shared_bytes, kernel, ordinal))
+            dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuKernelSetAttribute(dynamic, record.shared_bytes, kernel, ordinal))
+        if spec.dependent_launch:
+            # A multiprocessor that must first shift memory from L1 to shared holds nothing of another kernel meanwhile.
+            carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuKernelSetAttribute(carveout, _ALL_SHARED, kernel, ordinal))
         self._function = check(driver.cuKernelGetFunction(kernel))
-        self._config = self._launch_config()
+        self._chain = chain if spec.dependent_launch else None
+        self._config = self._launch_config(dependent=False)
+        self._dependent_config = self._launch_config(dependent=True)
         self._arguments = Arguments(record.name, record.params)
 
-    def _launch_config(self) -> Any:
+    def _launch_config(self, *, dependent: bool) -> Any:
         driver, record = self._driver, self.record
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = record.threads, 1, 1
@@ -88,13 +134,21 @@ class Kernel:
             value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = record.cluster
             cluster.value = value
             attributes.append(cluster)
+        if dependent:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            overlap.value = value
+            attributes.append(overlap)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def launch(self, grid: tuple[int, int, int], **arguments: Argument) -> None:
         """Launch on the current torch stream. A missing or unknown argument is an error, never a stale value."""
         self._arguments.write(arguments)
-        config = self._config
+        overlaps = self._chain is not None and self._chain.link()
+        config = self._dependent_config if overlaps else self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
         check(self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))

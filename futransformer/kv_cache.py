@@ -34,6 +34,12 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+def page_bucket(pages: int) -> int:
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ...: few sizes, none of them half as large again as what it is for."""
+    power = 1 << max(pages - 1, 0).bit_length()  # the least power of two that holds them
+    return power * 3 // 4 if pages <= power * 3 // 4 else power
+
+
 def page_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
     """Bytes of one page: K and V of PAGE_SIZE tokens in all layers."""
     features = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -83,14 +89,16 @@ class KVCache:
         """Pages that no sequence holds."""
         return len(self._free)
 
+    def missing_pages(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> int:
+        """Pages that ``reserve`` would take."""
+        return sum(_missing_pages(sequences, tokens))
+
     def reserve(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
         """Give each sequence pages for that many tokens in all; say whether any page was added.
 
         All or nothing: when the free pages do not suffice, InputError, and no sequence has changed.
         """
-        missing = [
-            max(0, pages_for(total) - len(sequence.pages)) for sequence, total in zip(sequences, tokens, strict=True)
-        ]
+        missing = _missing_pages(sequences, tokens)
         if sum(missing) > self.free_pages:
             raise InputError(
                 f"{sum(tokens)} tokens in {len(sequences)} sequences need {sum(missing)} more pages of {PAGE_SIZE} "
@@ -107,11 +115,16 @@ class KVCache:
             self._free += reversed(sequence.pages)
             sequence.pages, sequence.length = [], 0
 
-    def block_table(self, sequences: Sequence[CachedSequence]) -> Tensor:
-        """Page numbers, int32 [B, most pages of any]; short rows are filled with -1, which nobody reads."""
-        width = max([1, *(len(sequence.pages) for sequence in sequences)])
+    def block_table(self, sequences: Sequence[CachedSequence], width: int | None = None) -> Tensor:
+        """Page numbers, int32 [B, width] (default: most pages of any); short rows end in -1, which nobody reads."""
+        if width is None:
+            width = max([1, *(len(sequence.pages) for sequence in sequences)])
         rows = [sequence.pages + [-1] * (width - len(sequence.pages)) for sequence in sequences]
         return upload(rows, torch.int32, self.device)
+
+
+def _missing_pages(sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> list[int]:
+    return [max(0, pages_for(total) - len(sequence.pages)) for sequence, total in zip(sequences, tokens, strict=True)]
 
 
 def upload(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from futransformer.build.compile import BuildEvent
 from futransformer.build.load import LoadedKernels, load_or_build
-from futransformer.driver import Kernel, require_hopper
+from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
-from futransformer.ops.attention_decode import AttentionDecode
+from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
@@ -41,16 +42,24 @@ class KernelLibrary:
         plan: Plan,
         built: LoadedKernels,
         device: torch.device,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        """Load the plan's kernels onto the device."""
+        """Load the plan's kernels onto the device.
+
+        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those; this
+        fixes how attention splits a sequence as well.
+        """
         self.config = config
         self.precision = precision
         self.plan = plan
         self.device = device
+        self.capturable = True
+        self.launch_chain = LaunchChain()
 
         @cache
         def kernel(spec: KernelSpec) -> Kernel:
-            return Kernel(spec, *built[spec.name], device)
+            return Kernel(spec, *built[spec.name], device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
@@ -59,12 +68,17 @@ class KernelLibrary:
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = GatherRows(kernel(plan.gather_rows))
         self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
-        self._attention_decode = AttentionDecode(kernel(plan.attention_decode))
+        pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
+        self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
 
     def describe(self) -> str:
         """See Ops.describe."""
         return f"{torch.cuda.get_device_name(self.device)}, generated {self.precision.name} kernels"
+
+    def chain(self) -> AbstractContextManager[None]:
+        """See Ops.chain."""
+        return self.launch_chain
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
@@ -137,9 +151,9 @@ class KernelLibrary:
         """See Ops.lm_head."""
         return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""
-        return self._argmax(logits)
+        return self._argmax(logits, out)
 
 
 def load_kernels(
@@ -148,11 +162,13 @@ def load_kernels(
     *,
     folder: Path | None = None,
     progress: Callable[[BuildEvent], None] | None = None,
+    batch_invariant: bool = False,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
+    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
     Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
     exported or cached), ToolchainError or BuildError.
     """
@@ -161,4 +177,4 @@ def load_kernels(
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     plan = make_plan(model, row)
     built = load_or_build(plan.specs(), folder=folder, progress=progress)
-    return KernelLibrary(model, row, plan, built, device)
+    return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from futransformer.blocks import DecodePass, LayerWeights, Packed, Pass, PrefillPass, llama_block
 from futransformer.checkpoint import Checkpoint, load_checkpoint
+from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.precision import Precision, get_precision
-from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
+from futransformer.generator.specs import PAGE_SIZE
+from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Projection
 from futransformer.reference import ReferenceOps
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from futransformer.build.compile import BuildEvent
 
 CACHE_TOKENS = 16384  # default size of the KV cache
+TOKENS_AHEAD = 128  # that decode reserves pages for at a time: the block table changes once in so many steps
 MAX_ROWS = 8192  # rows of one prefill pass: enough to fill a GPU, few enough that activations stay small
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -77,8 +80,9 @@ class Llama:
         self.cache = cache
         self.max_rows = max_rows
         self.sequences: list[CachedSequence] = []
-        self._table: Tensor | None = None  # decode's view of the batch on the device, made when first needed
-        self._lengths: Tensor | None = None
+        self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
+        self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
+        self._room = 0  # decode steps until a sequence needs a page
 
     @classmethod
     def from_pretrained(
@@ -92,12 +96,14 @@ class Llama:
         max_rows: int = MAX_ROWS,
         kernels: Path | None = None,
         progress: Callable[[str], None] | None = None,
+        batch_invariant: bool = False,
     ) -> Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
         ``ops`` overrides the choice, and ``device="cpu"`` asks for the reference; ``model.ops.describe()`` says what
         was chosen. ``kernels`` names a folder of built kernels, and so asks for a GPU; ``progress`` hears what takes
-        long. A model that does not fit the device's memory is refused before its weights are read.
+        long. A model that does not fit the device's memory is refused before its weights are read. With
+        ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
         """
         folder, precision = Path(folder), get_precision(precision)
         config = load_config(folder)
@@ -110,7 +116,9 @@ class Llama:
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
         check_memory(config.name, plan, target)
         if ops is None:
-            ops = make_ops(config, precision, target, kernels=kernels, progress=progress)
+            ops = make_ops(
+                config, precision, target, kernels=kernels, progress=progress, batch_invariant=batch_invariant
+            )
         kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
@@ -132,9 +140,7 @@ class Llama:
         kept = [self.sequences[row] for row in rows]
         self.cache.release(sequence for sequence in self.sequences if sequence not in kept)
         self.sequences = kept
-        if self._table is not None and self._lengths is not None:
-            chosen = upload(rows, torch.int64, self.cache.device)
-            self._table, self._lengths = self._table[chosen], self._lengths[chosen]
+        self._forget_device_state()
 
     def reserve(self, tokens: Sequence[int]) -> None:
         """Make room for this many more tokens in each sequence, or say why there is none."""
@@ -150,7 +156,7 @@ class Llama:
             self._forget_device_state()
 
     def _forget_device_state(self) -> None:
-        self._table = self._lengths = None
+        self._step, self._room = None, 0
 
     # Prefill
 
@@ -220,13 +226,26 @@ class Llama:
 
     # Decode
 
-    @torch.inference_mode()
     def decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Append one token to every sequence; float32 logits [B, vocab_size].
 
         Tokens on a GPU (int32 [B], as ``ops.argmax`` gives them) are taken as they are, without synchronisation; one
         outside the vocabulary gives a row of NaN.
         """
+        return self._decode(tokens).clone()
+
+    def decode_greedily(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Append one token to every sequence; the likeliest next of each, int32 [B], overwritten by the next step.
+
+        Given back to the next call as it is, no token leaves the device and a step is one launch.
+        """
+        self._decode(tokens)
+        assert self._step is not None
+        return self._step.tokens
+
+    @torch.inference_mode()
+    def _decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Append one token to every sequence; logits that the next step overwrites."""
         if not isinstance(tokens, Tensor) or tokens.device.type == "cpu":
             values: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
             self._check_tokens("decode", values)
@@ -237,24 +256,38 @@ class Llama:
             raise InputError(
                 f"decode takes one token a sequence, {len(self.sequences)}; the tokens' shape is {list(tokens.shape)}"
             )
-        self.reserve([1] * len(self.sequences))
-        if self._table is None or self._lengths is None:
-            self._table = self.cache.block_table(self.sequences)
-            self._lengths = upload([s.length for s in self.sequences], torch.int32, self.cache.device)
-        position = self._lengths
-        self._lengths = position + 1
+        if self._room == 0:
+            self._make_room()
+        step = self._ready_step()
+        if tokens is not step.tokens:
+            step.tokens.copy_(tokens)
+        self._room -= 1
         for sequence in self.sequences:
             sequence.length += 1
-        x, sumsq = self._forward(
-            tokens.to(torch.int32),
-            DecodePass(
-                positions=position,
-                slots=token_slots(self._table, torch.arange(len(self.sequences), device=position.device), position),
-                block_table=self._table,
-                seqlens_k=self._lengths,
-                max_seqlen_k=max(sequence.length for sequence in self.sequences),
-            ),
-        )
+        return step.run(max(sequence.length for sequence in self.sequences))
+
+    def _make_room(self) -> None:
+        """Reserve pages for the next tokens: for some ahead if the cache has them, else for one each."""
+        limit = self.config.max_position_embeddings
+        ahead = [min(sequence.length + TOKENS_AHEAD, limit) for sequence in self.sequences]
+        fits = self.cache.missing_pages(self.sequences, ahead) <= self.cache.free_pages
+        if fits and self.cache.reserve(self.sequences, ahead):
+            self._forget_device_state()
+        self.reserve([1] * len(self.sequences))
+        self._room = min(min(len(s.pages) * PAGE_SIZE, limit) - s.length for s in self.sequences)
+
+    def _ready_step(self) -> DecodeStep:
+        """The step of this batch's shape, with the batch's state on the device."""
+        if self._step is None:
+            shape = len(self.sequences), page_bucket(max(len(sequence.pages) for sequence in self.sequences))
+            if shape not in self._steps:
+                self._steps[shape] = DecodeStep(self.ops, self._decode_logits, *shape)
+            self._step = self._steps[shape]
+            self._step.load(self.sequences, self.cache)
+        return self._step
+
+    def _decode_logits(self, tokens: Tensor, rows: DecodePass) -> Tensor:
+        x, sumsq = self._forward(tokens, rows)
         return self.ops.lm_head("decode", x, sumsq, self.weights.lm_head["decode"])
 
     def generate(
@@ -281,9 +314,8 @@ class Llama:
         try:
             # the last new token is never read, so it needs no slot
             self.reserve([len(prompt) + max_new_tokens - 1 for prompt in prompts])
-            logits = self.extend(prompts)
+            tokens = self.ops.argmax(self.extend(prompts))
             for step in range(1, max_new_tokens + 1):
-                tokens = self.ops.argmax(logits)
                 chosen: list[int] = tokens.tolist()  # the one synchronisation of a step
                 for index, token in zip(active, chosen, strict=True):
                     generated[index].append(token)
@@ -296,7 +328,7 @@ class Llama:
                     self.keep(going)
                     active = [active[row] for row in going]
                     tokens = tokens[upload(going, torch.int64, tokens.device)]
-                logits = self.decode(tokens)
+                tokens = self.decode_greedily(tokens)
         finally:
             self.keep([])
         return generated
@@ -359,6 +391,7 @@ def make_ops(
     *,
     kernels: Path | None = None,
     progress: Callable[[str], None] | None = None,
+    batch_invariant: bool = False,
 ) -> Ops:
     """Generated kernels on a GPU, the reference on the CPU."""
     if device.type == "cpu":
@@ -369,7 +402,7 @@ def make_ops(
         if progress is not None and not event.cached:
             progress(f"compiled kernel {event.done} of {event.total}: {event.record.name}")
 
-    return load_kernels(config, precision, folder=kernels, progress=compiled)
+    return load_kernels(config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant)
 
 
 def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops) -> LlamaWeights:

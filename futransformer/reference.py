@@ -12,6 +12,8 @@ CUDA device. Phases compute the same thing here; they exist because kernels read
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,6 +36,7 @@ class ReferenceOps:
         """Serve ``config``'s shape; ``dtype`` is what stored tensors are rounded to, float32 for no rounding."""
         self.device = torch.device(device)
         self.dtype = dtype
+        self.capturable = False  # attention asks for the lengths on the host
         self.heads = config.heads
         self.vocab_size = config.vocab_size
         self.rms_norm_eps = config.rms_norm_eps
@@ -44,6 +47,10 @@ class ReferenceOps:
         rounding = "no rounding" if self.dtype == torch.float32 else "rounding where the BF16 kernels round"
         where = "CPU" if self.device.type == "cpu" else str(self.device)
         return f"{where} reference (PyTorch {torch.__version__.split('+')[0]}, float32 inside, {rounding})"
+
+    def chain(self) -> AbstractContextManager[None]:
+        """See Ops.chain; nothing overlaps here."""
+        return nullcontext()
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """Return the logical weight in float32, converted once; both phases share it."""
@@ -147,10 +154,11 @@ class ReferenceOps:
         logits = self._normalised_linear(x, sumsq, weight)
         return F.pad(logits, (0, -self.vocab_size % 64), value=torch.nan)[:, : self.vocab_size]
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax. NaN never wins over a number."""
         largest = logits.masked_fill(logits.isnan(), -torch.inf).amax(1, keepdim=True)
-        return (logits == largest).int().argmax(1).int()
+        chosen = (logits == largest).int().argmax(1).int()
+        return chosen if out is None else out.copy_(chosen)
 
     def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""

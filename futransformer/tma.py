@@ -1,4 +1,4 @@
-"""TMA tensor maps of two-dimensional BF16 tensors: 128-byte swizzle, zero fill outside.
+"""TMA tensor maps of two-dimensional BF16 tensors: zero fill outside, 128-byte swizzle where matrices are loaded.
 
 Source: CUDA driver API, cuTensorMapEncodeTiled. A map depends on the address, the extents and the box alone, so it is
 memoised; a tensor that moves gets another map.
@@ -16,6 +16,8 @@ from torch import Tensor
 from futransformer.generator.errors import DeviceError, InputError
 
 SWIZZLE_BYTES = 128
+ELEMENT_BYTES = 2
+MAX_BOX = 256  # elements along one dimension
 
 
 @dataclass(frozen=True)
@@ -27,42 +29,59 @@ class TensorMap:
 
 
 def tensor_map_2d(tensor: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Describe ``tensor`` [rows, columns] (BF16, contiguous) for copies of box_rows x box_columns elements."""
+    """Describe ``tensor`` [rows, columns] (BF16, contiguous) for swizzled copies of box_rows x box_columns elements."""
+    rows, columns = _extents(tensor)
+    if box_columns * ELEMENT_BYTES != SWIZZLE_BYTES or not 1 <= box_rows <= MAX_BOX:
+        raise InputError(f"a box of {box_rows} x {box_columns} is not 1-{MAX_BOX} rows of {SWIZZLE_BYTES} bytes")
+    return _encode(
+        tensor.data_ptr(), (rows, columns), (columns * ELEMENT_BYTES,), (box_rows, box_columns), swizzled=True
+    )
+
+
+def tensor_map_column_groups(tensor: Tensor, box: tuple[int, int, int]) -> TensorMap:
+    """Describe ``tensor`` [rows, columns] as [groups, rows, columns of a group], for dense copies of a ``box``."""
+    rows, columns = _extents(tensor)
+    width = box[2]
+    if columns % width or any(not 1 <= extent <= MAX_BOX for extent in box):
+        raise InputError(f"a box of {list(box)} does not fit groups of a tensor of {columns} columns")
+    strides = (width * ELEMENT_BYTES, columns * ELEMENT_BYTES)
+    return _encode(tensor.data_ptr(), (columns // width, rows, width), strides, box, swizzled=False)
+
+
+def _extents(tensor: Tensor) -> tuple[int, int]:
     if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
         raise InputError(
             f"a tensor map needs a contiguous 2-D bfloat16 tensor, not {tensor.dtype} {list(tensor.shape)}"
         )
     rows, columns = tensor.shape
-    return _encode(tensor.data_ptr(), rows, columns, box_rows, box_columns)
+    return rows, columns
 
 
 @lru_cache(maxsize=8192)
-def _encode(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> TensorMap:
+def _encode(
+    address: int, extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzled: bool
+) -> TensorMap:
+    """Encode a map; extents and box from the slowest dimension on, strides in bytes of all but the last."""
     from cuda.bindings import driver  # noqa: PLC0415
 
-    element_bytes = 2
-    if box_columns * element_bytes != SWIZZLE_BYTES or not 1 <= box_rows <= 256:
-        raise InputError(f"a box of {box_rows} x {box_columns} is not 1-256 rows of {SWIZZLE_BYTES} bytes")
-    if address % 16 or columns * element_bytes % 16:
-        raise InputError(
-            f"TMA needs 16-byte aligned rows: address {address:#x}, row of {columns * element_bytes} bytes"
-        )
-    size, stride = driver.cuuint64_t, columns * element_bytes
+    if any(offset % 16 for offset in (address, *strides)):
+        raise InputError(f"TMA needs 16-byte aligned rows: address {address:#x}, strides of {list(strides)} bytes")
+    swizzle = driver.CUtensorMapSwizzle
     status, encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
+        len(extents),
         address,
-        [size(columns), size(rows)],
-        [size(stride)],
-        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(extent) for extent in reversed(extents)],
+        [driver.cuuint64_t(stride) for stride in reversed(strides)],
+        [driver.cuuint32_t(extent) for extent in reversed(box)],
+        [driver.cuuint32_t(1)] * len(extents),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(
-            f"cuTensorMapEncodeTiled: {status.name} for [{rows}, {columns}], box {box_rows} x {box_columns}"
+            f"cuTensorMapEncodeTiled: {status.name} for {list(extents)} with strides {list(strides)}, box {list(box)}"
         )
     return TensorMap(encoded, int(encoded.getPtr()))

@@ -10,7 +10,8 @@ from typing import TypedDict
 
 from .precision import Precision
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
-from .specs.base import MAX_SHARED_BYTES
+from .specs.base import HALF_SHARED_BYTES, MAX_SHARED_BYTES
+from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
@@ -20,6 +21,13 @@ _MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; l
 TABLE = (
     Path(__file__).parent / "gemm_table.json"
 )  # schedules for an H200; docs/notebook/gemm.md says how they were chosen
+
+# Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
+MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
+MIN_ROW_TILES = 4  # of a cluster: x from L2 is then at most as many bytes as the weights, up to 64 sequences
+MIN_STAGES = 3  # one being read, two on their way
+MAX_STAGES = 8
+MAX_STAGE_K = 512
 
 # Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
 _RING_BYTES = MAX_SHARED_BYTES - 1024
@@ -143,20 +151,73 @@ def decode_gemm_spec(
 ) -> DecodeGemmSpec:
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
-    Two blocks share a multiprocessor, so that one's start and end hide behind the other's stream. Up to 16 sequences
-    the ring is 64 KB: 128 KB a multiprocessor in flight saturate the memory, and the rest is L1 for x. From 32 on the
-    blocks' reads of x outweigh the weights: two row tiles a block halve them where that leaves two blocks each, and
-    shorter stages keep the operands of a stage in registers. A short K is split over fewer warps.
+    Where N is small, one block a multiprocessor: up to 8 sequences of one to three row tiles and all of K, and the next
+    kernel starts with this one, for the ring that it fills is its whole work; with more sequences a cluster of two or
+    four blocks shares at least four row tiles and splits K, and so reads less of x. Where N is large, see ``_wide``.
     """
-    warps, row_tiles, stage_k, stages = 8, 1, 512, 4
-    if batch_tile == 32 and n // 32 >= 264 and n % 32 == 0:
-        row_tiles, stage_k = 2, 256
-    if batch_tile == 64:
-        stage_k, stages = 256, 6
-    if k < 2048:
-        warps, row_tiles, stage_k = 4, 1, 128 if batch_tile == 64 else 256
-        stages = min(6, max(2, -(-k // stage_k)))
-    return DecodeGemmSpec(op, precision.decode, n, k, batch_tile, row_tiles, warps, stages, stage_k, heads)
+    tiles, split_k = n // ROW_TILE, 1
+    narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
+    row_tiles = _wide(tiles, batch_tile) or narrow
+    if batch_tile >= 16 and row_tiles < MIN_ROW_TILES:
+        blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
+        if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
+            split_k, row_tiles = blocks, blocks * row_tiles
+    # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
+    warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
+    if row_tiles <= 3 and batch_tile <= 16:
+        warp_rows = 1
+    warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
+    warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
+    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits)
+    return DecodeGemmSpec(
+        op,
+        precision.decode,
+        n,
+        k,
+        batch_tile,
+        row_tiles,
+        warp_rows,
+        warp_split,
+        split_k,
+        stages,
+        stage_k,
+        heads,
+        early_next=batch_tile == 8 and row_tiles < MIN_ROW_TILES,
+    )
+
+
+def _wide(tiles: int, batch_tile: int) -> int | None:
+    """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
+
+    Up to 8 sequences x is little, and fewer tiles make longer copies: one thread issues a copy in about 48 ns, in
+    which a multiprocessor takes in 1.6 KB. With more sequences more tiles share x; up to 32, more than 8 would leave
+    copies of 2 KB.
+    """
+    most = 8 if batch_tile <= 32 else 14
+    fitting = [r for r in range(MIN_ROW_TILES, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
+
+    def busiest(row_tiles: int) -> tuple[int, int]:
+        """Row tiles of the multiprocessor that has most."""
+        share = -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
+        return share, row_tiles if batch_tile == 8 else -row_tiles
+
+    return min(fitting, key=busiest, default=None)
+
+
+def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int) -> tuple[int, int]:
+    """Stages and their k: the longest of which three fit into half a multiprocessor, and as many as do.
+
+    At 64 sequences a warp that has one step of a stage shows the latency of each (8B, down: 70 us, with two 40), so two
+    are the least there, and the kernel may then have the multiprocessor to itself.
+    """
+    step_k = max(32, 256 // bits) * warp_split
+    step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
+    half = HALF_SHARED_BYTES - 32 * batch_tile
+    least = 1 if batch_tile <= 32 else 2
+    steps = max(least, min(half // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
+    steps = 1 << steps.bit_length() - 1
+    fit = min(max(half // (steps * step_bytes), MIN_STAGES), MAX_STAGES)
+    return max(2, min(fit, -(-k // (steps * step_k)))), steps * step_k
 
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:

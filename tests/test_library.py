@@ -18,6 +18,7 @@ from futransformer.build.compile import BuildEvent
 from futransformer.build.export import export
 from futransformer.build.manifest import KernelRecord, ModelManifest
 from futransformer.build.ptxas import Resources
+from futransformer.driver import LaunchChain
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import (
     ArtifactError,
@@ -39,8 +40,10 @@ SPECS = kernel_specs(SMALL, "bf16")
 class LoadedKernel:
     """Stands in for a kernel on a GPU."""
 
-    def __init__(self, spec: KernelSpec, record: KernelRecord, cubin: bytes, device: torch.device) -> None:
-        self.spec, self.record, self._cubin, self.device = spec, record, cubin, device
+    def __init__(
+        self, spec: KernelSpec, record: KernelRecord, cubin: bytes, device: torch.device, chain: LaunchChain
+    ) -> None:
+        self.spec, self.record, self._cubin, self.device, self.chain = spec, record, cubin, device, chain
 
 
 @pytest.fixture
@@ -111,6 +114,7 @@ def test_every_kernel_of_the_plan_is_loaded_once(exported: Path) -> None:
     ]
     assert sorted(kernel.spec.name for kernel in loaded) == sorted(spec.name for spec in SPECS)
     assert all(kernel._cubin == kernel.record.name.encode() for kernel in loaded)
+    assert all(kernel.chain is ops.launch_chain for kernel in loaded)
     assert (ops.config, ops.precision.name) == (SMALL, "bf16")
 
 

@@ -17,6 +17,10 @@ from futransformer.tma import TensorMap, tensor_map_2d
 # first page arrives some 2 us after a block's start; a page of an 8B model is about 1 us of a block's share of memory.
 BLOCK_OVERHEAD_PAGES = 2
 
+# Where a row's bits may not depend on its batch. Two pages a block: a short context still has blocks for the whole card
+# at a batch of eight, and one sequence of 4k tokens for all but a few multiprocessors.
+INVARIANT_PAGES_PER_SPLIT = 2
+
 MAX_SEQUENCES = 65_535  # the grid's third dimension
 _BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
 
@@ -86,11 +90,12 @@ class Workspace:
 class AttentionDecode:
     """Attention of one query a sequence over its pages."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        """Serve the geometry of the kernel's spec."""
+    def __init__(self, kernel: Kernel, *, pages_per_split: int | None = None) -> None:
+        """Serve the geometry of the kernel's spec; ``pages_per_split`` fixes what is otherwise chosen a launch."""
         assert isinstance(kernel.spec, AttentionDecodeSpec)
         self.spec = kernel.spec
         self.kernel = kernel
+        self.pages_per_split = pages_per_split
         self.workspace = Workspace(kernel.device)
 
     def __call__(
@@ -142,6 +147,7 @@ class AttentionDecode:
 
         max_pages = max(-(-max_seqlen_k // PAGE_SIZE), 1)
         sequence_heads = sequences * heads.num_key_value_heads
+        pages_per_split = pages_per_split or self.pages_per_split
         if pages_per_split is None:
             block_slots = self.kernel.sm_count * self.spec.blocks_per_sm
             pages_per_split = choose_pages_per_split(max_pages, sequence_heads, block_slots)

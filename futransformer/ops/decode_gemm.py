@@ -10,6 +10,7 @@ from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.specs import DecodeGemmSpec
 from futransformer.ops.validate import check_vector_arguments
+from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
 ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
@@ -51,4 +52,5 @@ class DecodeGemm:
                 name: value[rows] if isinstance(value, Tensor) and name in ROW_ARGUMENTS else value
                 for name, value in arguments.items()
             }
+            part["x"] = tensor_map_column_groups(x[rows], spec.x_box)
             kernel.launch((spec.blocks, 1, 1), m=rows.stop - rows.start, **part)

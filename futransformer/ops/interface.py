@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
@@ -19,9 +20,16 @@ class Ops(Protocol):
     """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates."""
 
     device: torch.device
+    capturable: bool  # whether decode operations may be captured in a CUDA graph
 
     def describe(self) -> str:
         """Say in one line what computes: the card and its kernels, or the CPU reference."""
+        ...
+
+    def chain(self) -> AbstractContextManager[None]:
+        """A context whose operations may overlap. Inside it only activations and the newest tokens' slots are written:
+        weights, tables, lengths and keys of earlier tokens are read ahead of their turn. Chains do not nest.
+        """
         ...
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
@@ -92,6 +100,6 @@ class Ops(Protocol):
         """Return float32 logits [T, vocab_size]; a view of a padded row when the vocabulary is not a multiple of 64."""
         ...
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the index of each row's largest logit, the lowest among equals; int32 [T]."""
         ...

@@ -44,7 +44,7 @@ class Argmax:
         self.spec = kernel.spec
         self.kernel = kernel
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax. Rows may stand apart (a view of padded rows); NaN never wins over a number."""
         device = self.kernel.device
         # Of rows that stand apart, each must be contiguous; all else must be so as a whole.
@@ -52,7 +52,10 @@ class Argmax:
         checked = logits[:1] if apart else logits
         check_tensor("argmax", "logits", checked, (None, self.spec.vocab_size), torch.float32, device)
         rows = logits.shape[0]
-        out = torch.empty(rows, dtype=torch.int32, device=device)
+        if out is None:
+            out = torch.empty(rows, dtype=torch.int32, device=device)
+        else:
+            check_tensor("argmax", "out", out, (rows,), torch.int32, device)
         if rows:
             self.kernel.launch((rows, 1, 1), logits=logits, logits_stride=logits.stride(0), out=out)
         return out

@@ -17,16 +17,19 @@ class AttentionDecodeSpec(KernelSpec):
     """Blocks are (split, key/value head, sequence); the last split to finish combines all in split order.
 
     A producer warp fetches pages of one key/value head by TMA (boxes of 64 tokens x 64 features) into a ring of
-    ``stages``; ``warps`` consumer warps take sixteen of a page's tokens each.
+    ``stages``; ``warps`` consumer warps take sixteen of a page's tokens each. ``early_next`` lets the next kernel start
+    when this one does, else when the last page has been asked for.
     """
 
     template: ClassVar[str] = "attention_decode_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.2D", "MOVM.16.MT88")
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.2D", "MOVM.16.MT88", "ACQBULK")
+    dependent_launch: ClassVar[bool] = True
 
     element: Element
     heads: Heads
     warps: int
     stages: int
+    early_next: bool = False
 
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
@@ -39,9 +42,9 @@ class AttentionDecodeSpec(KernelSpec):
     @property
     def name(self) -> str:
         """See KernelSpec.name."""
-        return (
-            f"attention_decode_sm90_{self.element.name}_{self.heads}_p{PAGE_SIZE}_w{self.warps}_s{self.stages}_splitkv"
-        )
+        early = "_early" if self.early_next else ""
+        shape = f"{self.element.name}_{self.heads}_p{PAGE_SIZE}"
+        return f"attention_decode_sm90_{shape}_w{self.warps}_s{self.stages}{early}_splitkv"
 
     @property
     def params(self) -> tuple[Param, ...]:

@@ -17,6 +17,7 @@ from ..errors import UnsupportedError
 
 PAGE_SIZE = 64  # tokens a KV-cache page holds
 MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
+HALF_SHARED_BYTES = 115_712  # with which two blocks share a multiprocessor (228 KiB, of which each costs 1 KiB more)
 ABI_VERSION = 1  # raised whenever the meaning of a parameter or a packed layout changes
 
 
@@ -139,6 +140,7 @@ class KernelSpec:
     template: ClassVar[str]
     instructions: ClassVar[tuple[str, ...]] = ()  # SASS mnemonics that the cubin must contain
     page_size: ClassVar[int] = PAGE_SIZE
+    dependent_launch: ClassVar[bool] = False  # waits for its predecessor itself, so that it may start before its end
 
     @property
     def name(self) -> str:

@@ -6,25 +6,32 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer
+from .base import EPILOGUES, HALF_SHARED_BYTES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer
 
 ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
 _GROUP_K = 32  # k that 16 bytes of activations a lane cover: the least a warp advances by
-_SHARED_PER_SM = 228 * 1024  # of which each resident block costs a further KiB
+_ACTIVATION_BYTES = 2
+_ROW_STATE_BYTES = 32  # what the epilogue keeps of a row in shared memory
+_SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
+_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
+_MAX_BOX = 256  # elements of a tensor map's box along one dimension
 
 
 @dataclass(frozen=True)
 class DecodeGemmSpec(KernelSpec):
     """One decode GEMM for up to ``batch_tile`` sequences; ``n`` and ``k`` as in GemmSpec.
 
-    A block owns ``row_tiles`` tiles of 16 output columns. One warp streams their weights through a ring of ``stages``
-    stages of ``stage_k`` k; ``warps`` more warps split every stage's k and are summed in a fixed order.
+    A cluster of ``split_k`` blocks owns ``row_tiles`` tiles of 16 output columns, each block an equal slice of K. One
+    warp streams weights and activations through a ring of ``stages`` stages of ``stage_k`` k; ``warp_rows`` x
+    ``warp_split`` more warps share a stage by row tiles and by k. The sums of all warps and blocks are added in a fixed
+    order. ``early_next`` lets the next kernel start when this one does, else when its last load has been issued.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "LDS.128")
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "UTMALDG.3D", "LDS.128", "ACQBULK")
+    dependent_launch: ClassVar[bool] = True
 
     op: str
     element: Element
@@ -32,20 +39,32 @@ class DecodeGemmSpec(KernelSpec):
     k: int
     batch_tile: int
     row_tiles: int
-    warps: int
+    warp_rows: int
+    warp_split: int
+    split_k: int
     stages: int
     stage_k: int
     heads: Heads | None = None
+    early_next: bool = False
 
     def __post_init__(self) -> None:
-        step = self.warps * self.step_k
+        step = self.warp_split * self.step_k
         self.require(self.op in EPILOGUES, f"op must be one of {', '.join(EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.batch_tile in (8, 16, 32, 64), "batch_tile must be 8, 16, 32 or 64")
-        self.require(self.warps in (4, 8, 16), "warps must be 4, 8 or 16")
+        self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
+        self.require(
+            self.row_tiles % self.warp_rows == 0 and self.row_tiles % self.split_k == 0,
+            "row_tiles must divide among warp_rows warps and split_k blocks",
+        )
+        self.require(
+            self.batch_tile <= _LANES * self.warps <= 512, "1 to 16 warps must multiply, with a lane for every sequence"
+        )
         self.require(self.n % self.block_rows == 0, f"out_features must be a multiple of {self.block_rows}")
-        self.require(self.k % self.step_k == 0, f"in_features must be a multiple of {self.step_k}")
+        slices = self.split_k * self.step_k
+        self.require(self.k % slices == 0, f"in_features must be a multiple of {slices}")
         self.require(self.stage_k % step == 0, f"stage_k must be a multiple of {step}, one step of every warp")
+        self.require(self.stage_k <= _MAX_BOX * _GROUP_K, f"stage_k must not exceed {_MAX_BOX * _GROUP_K}")
         self.require(self.stages >= 2, "a ring needs two stages")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
@@ -55,20 +74,35 @@ class DecodeGemmSpec(KernelSpec):
         return max(_GROUP_K, _LANES * LANE_BYTES * 8 // (ROW_TILE * self.element.bits))
 
     @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return self.warp_rows * self.warp_split
+
+    @property
     def block_rows(self) -> int:
-        """Rows of the weight that a block multiplies."""
+        """Rows of the weight that a cluster multiplies."""
         return ROW_TILE * self.row_tiles
 
     @property
     def blocks(self) -> int:
         """Blocks of the launch."""
-        return self.n // self.block_rows
+        return self.n // self.block_rows * self.split_k
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """The blocks that share row tiles."""
+        return (self.split_k, 1, 1)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the packed weight: row tiles, warp loads along K, lanes, elements a lane."""
         elements = LANE_BYTES * 8 // self.element.bits
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
+
+    @property
+    def x_box(self) -> tuple[int, int, int]:
+        """Box of the tensor map of x, seen as [K / 32, rows, 32]."""
+        return (self.stage_k // _GROUP_K, self.batch_tile, _GROUP_K)
 
     @property
     def epilogue(self) -> tuple[str, ...]:
@@ -79,17 +113,18 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        chain = "_".join(self.epilogue)
+        early = "_early" if self.early_next else ""
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
-            f"x{self.stage_k}_w{self.warps}_s{self.stages}_{chain}"
+            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}{early}"
+            f"_{'_'.join(self.epilogue)}"
         )
 
     @property
     def params(self) -> tuple[Param, ...]:
         """See KernelSpec.params."""
         return (
-            pointer("x", "const cutlass::bfloat16_t"),
+            Param("x", "tensor_map"),
             pointer("weight", "const void"),
             Param("m", "int32"),
             *epilogue_params(self.epilogue),
@@ -102,21 +137,21 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the warps' partial sums (four floats of padding a row), and two barriers a stage."""
-        ring = self.stages * self.stage_k * self.block_rows * self.element.bits // 8
-        partial = self.warps * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16
+        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; the rows' state."""
+        weights = self.stage_k * self.block_rows * self.element.bits // 8
+        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES)
+        partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
+        return max(ring, partial) + self.stages * 16 + self.batch_tile * _ROW_STATE_BYTES
 
     @property
     def blocks_per_sm(self) -> int:
-        """Two where they fit: one block's epilogue then hides behind the other's stream."""
-        steps = self.stage_k // (self.warps * self.step_k)
-        activations = self.batch_tile // 8 * steps * self.step_k // 8  # a stage's, held while its weights arrive
-        sums = self.row_tiles * self.batch_tile // 2
-        weights = self.row_tiles * 8
-        registers = activations + sums + weights + 32  # a thread, somewhat more than ptxas needs
-        fits = self.warps <= 8 and registers <= 104 and 2 * (self.shared_bytes + 1024) <= _SHARED_PER_SM
-        return 2 if fits else 1
+        """Two where they fit: the next kernel's first blocks then fill their rings while this one's still work."""
+        sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
+        activations = self.batch_tile // 8 * self.step_k // 8
+        weights = self.row_tiles // self.warp_rows * self.step_k // 8
+        registers = sums + activations + weights + 32  # a thread, about what ptxas needs
+        warps = -(-2 * (self.warps + 1) // _SCHEDULERS)  # of both blocks, on the fullest scheduler
+        return 2 if warps * registers <= _REGISTERS and self.shared_bytes <= HALF_SHARED_BYTES else 1
 
     @property
     def sumsq_parts(self) -> int:

@@ -20,6 +20,7 @@ class GatherRowsSpec(KernelSpec):
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("LDG.E.128", "STG.E.128")
+    dependent_launch: ClassVar[bool] = True
 
     element: Element
     k: int
@@ -57,6 +58,7 @@ class ArgmaxSpec(KernelSpec):
 
     template: ClassVar[str] = "argmax_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("LDG.E.128",)
+    dependent_launch: ClassVar[bool] = True
 
     vocab_size: int
     threads_per_row: int = 1024

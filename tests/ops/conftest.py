@@ -77,16 +77,19 @@ def with_cute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def emulate(tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
 
-    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``source`` gives
-    another program's text, and ``runs`` the arguments of each of its runs.
+    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``headers`` are
+    further ones that it takes as they are, ``source`` gives another program's text, and ``runs`` the arguments of each
+    of its runs.
     """
     folder, settings = Path(__file__).parent, BuildSettings.from_environment()
 
-    def run(kernel: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
-        header = (settings.include_dir / "futransformer" / f"{kernel}.cuh").read_text()
-        (tmp_path / f"{kernel}.cuh").write_text(re.sub(r'^#include (<cut.*|".*)$', "", header, flags=re.MULTILINE))
-        text = source or (folder / f"emulated_{kernel}.cpp").read_text()
-        (tmp_path / f"{kernel}.cpp").write_text(text)
+    def run(kernel: str, *headers: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
+        for header in (kernel, *headers):
+            text = (settings.include_dir / "futransformer" / f"{header}.cuh").read_text()
+            text = re.sub(r'^#include (<cut.*|".*)$', "", text, flags=re.MULTILINE)
+            (tmp_path / f"{header}.cuh").write_text(text)
+        program_text = source or (folder / f"emulated_{kernel}.cpp").read_text()
+        (tmp_path / f"{kernel}.cpp").write_text(program_text)
         program = tmp_path / kernel
         options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
         sources = ["-I", str(tmp_path), str(tmp_path / f"{kernel}.cpp"), "-o", str(program)]

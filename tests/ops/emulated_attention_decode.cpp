@@ -19,7 +19,7 @@ struct Random {
 
 template <int KvHeads, int Group, int HeadDim, int Stages>
 struct Attention {
-  using Kernel = futransformer::AttentionDecode<KvHeads, Group, HeadDim, 64, Stages>;
+  using Kernel = futransformer::AttentionDecode<KvHeads, Group, HeadDim, 64, Stages, false>;
   static constexpr int kRow = KvHeads * Group * HeadDim;
 
   Case problem;

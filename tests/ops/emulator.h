@@ -3,7 +3,8 @@
 // Every CUDA thread is a fiber; one OS thread runs them, warp by warp in random order. Warp-wide instructions
 // (ldmatrix, movmatrix, mma.sync m16n8k16, shuffles) follow the fragment layouts of the PTX manual; mbarriers count
 // arrivals and bytes; a TMA copy poisons its target at once and delivers at a random later time, so that reading too
-// early and overwriting too early both show. Blocks run one after the other, in random order.
+// early and overwriting too early both show. Blocks run one after the other, in random order; those of a cluster by
+// turns, each with its own contents of dynamic shared memory.
 //
 // Ends the process with a message on: a warp that diverges at a warp-wide instruction, a barrier that is arrived at too
 // often, a misaligned access, copies that nobody waited for, and a block that makes no progress.
@@ -26,6 +27,7 @@
 #define CUTLASS_DEVICE inline
 #define CUTLASS_PRAGMA_UNROLL
 #define CUTLASS_PRAGMA_NO_UNROLL
+#define CUTE_HOST_DEVICE inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // all fibers share an OS thread
 #define threadIdx (emulator::current->index)
@@ -60,14 +62,23 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
 
-// What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it.
+// What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it. Three-dimensional maps see
+// its columns in groups of box_columns, and take box_groups of them.
 struct CUtensorMap {
   uint16_t const* base;
   long rows, columns;
   int box_rows, box_columns;
+  int box_groups = 1;
 };
 
+namespace futransformer {
+inline thread_local __align__(1024) char dynamic_shared[227 * 1024];  // of the block that runs
+}
+
 namespace emulator {
+
+using futransformer::dynamic_shared;
+constexpr int kSharedBytes = sizeof(dynamic_shared);
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
@@ -87,6 +98,7 @@ struct Fiber {
   static constexpr int kStackBytes = 1 << 17;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
+  unsigned cluster_rounds = 0;  // barriers of the cluster that it has waited for
 };
 
 // Where the lanes of a warp meet: each leaves its operands, the last computes everybody's results.
@@ -96,13 +108,24 @@ struct Meeting {
   uint64_t in[32][8], out[32][8];
 };
 
+struct Cluster;
+
 struct Block {
   Index index, grid;
+  Cluster* cluster;
+  int rank;
+  std::vector<char> shared;  // dynamic shared memory while another block of the cluster runs
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Meeting> warps;
   int alive = 0, at_barrier = 0;
   unsigned barrier_round = 0;
   std::vector<std::function<void()>> copies;  // in flight
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  int alive = 0, at_barrier = 0;
+  unsigned barrier_round = 0;
 };
 
 inline Fiber* current = nullptr;
@@ -238,16 +261,45 @@ inline void copy_box(CUtensorMap const& map, Barrier* barrier, char* target, int
   });
 }
 
+// A dense box of groups of columns: [box_groups][box_rows][box_columns], zeros outside of the matrix.
+inline void copy_groups(CUtensorMap const& map, Barrier* barrier, char* target, int column, int row, int group) {
+  expect(reinterpret_cast<uintptr_t>(target) % 128 == 0, "a box must start at a multiple of 128 bytes");
+  int const elements = map.box_groups * map.box_rows * map.box_columns;
+  std::fill_n(reinterpret_cast<uint16_t*>(target), elements, 0x7fc1);  // NaN
+  block->copies.push_back([=] {
+    for (int i = 0; i < elements; ++i) {
+      long const c = column + long(group + i / map.box_columns / map.box_rows) * map.box_columns + i % map.box_columns;
+      long const r = row + i / map.box_columns % map.box_rows;
+      uint16_t const value = r < map.rows && c < map.columns ? map.base[r * map.columns + c] : 0;
+      std::memcpy(target + 2 * i, &value, 2);
+    }
+    barrier->deliver(2 * elements);
+  });
+}
+
+// A bulk copy of contiguous memory.
+inline void copy_bytes(void* target, void const* source, int bytes, Barrier* barrier) {
+  auto const misalignment = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(source) | unsigned(bytes);
+  expect(misalignment % 16 == 0, "a misaligned bulk copy");
+  std::fill_n(static_cast<uint16_t*>(target), bytes / 2, 0x7fc1);  // NaN
+  block->copies.push_back([=] {
+    std::memcpy(target, source, bytes);
+    barrier->deliver(bytes);
+  });
+}
+
 inline void enter() {
   kernel();
   current->done = true;
   --block->alive;
+  --block->cluster->alive;
   yield();
 }
 
-inline void run_block(int threads) {
-  block->warps = std::vector<Meeting>(threads / 32);
-  block->alive = threads;
+inline void prepare(Block& prepared, int threads) {
+  prepared.warps = std::vector<Meeting>(threads / 32);
+  prepared.shared = std::vector<char>(kSharedBytes, 0x7f);
+  prepared.alive = threads;
   for (int thread = 0; thread < threads; ++thread) {
     auto fiber = std::make_unique<Fiber>();
     fiber->index.x = thread;
@@ -255,38 +307,62 @@ inline void run_block(int threads) {
     fiber->context.uc_stack = {fiber->stack.get(), 0, Fiber::kStackBytes};
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, enter, 0);
-    block->fibers.push_back(std::move(fiber));
+    prepared.fibers.push_back(std::move(fiber));
   }
-  for (int turns = 0; block->alive > 0; ++turns) {
-    expect(turns < 1'000'000, "a block makes no progress");
+}
+
+// Some turns of the warps and copies of a block; as far as it goes where it is alone.
+inline void run_turns(Block& running, int threads, int turns) {
+  block = &running;
+  std::memcpy(dynamic_shared, running.shared.data(), kSharedBytes);
+  for (int turn = 0; running.alive > 0 && turn < turns; ++turn) {
     int const warp = random() % (threads / 32);
     for (int lane = 0; lane < 32; ++lane) {
-      current = block->fibers[32 * warp + lane].get();
+      current = running.fibers[32 * warp + lane].get();
       if (!current->done) swapcontext(&scheduler, &current->context);
     }
-    if (!block->copies.empty() && random() % 3 == 0) {
-      std::swap(block->copies[random() % block->copies.size()], block->copies.back());
-      auto const copy = block->copies.back();
-      block->copies.pop_back();
+    if (!running.copies.empty() && random() % 3 == 0) {
+      std::swap(running.copies[random() % running.copies.size()], running.copies.back());
+      auto const copy = running.copies.back();
+      running.copies.pop_back();
       copy();
     }
   }
-  expect(block->copies.empty(), "a block ended before its copies arrived");
+  std::memcpy(running.shared.data(), dynamic_shared, kSharedBytes);
+  if (running.alive > 0) return;
+  expect(running.copies.empty(), "a block ended before its copies arrived");
+  std::fill(running.shared.begin(), running.shared.end(), 0x7f);  // what others read of an ended block is NaN
 }
 
-inline void launch(Index grid, int threads, std::function<void()> entry) {
-  std::vector<Index> order;
-  for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+inline void run_cluster(Cluster& cluster, int threads) {
+  int const blocks = cluster.blocks.size();
+  cluster.alive = blocks * threads;
+  for (auto& member : cluster.blocks) prepare(*member, threads);
+  for (int rounds = 0; cluster.alive > 0; ++rounds) {
+    expect(rounds < 10'000, "a block makes no progress");
+    Block& next = *cluster.blocks[random() % blocks];
+    if (next.alive > 0) run_turns(next, threads, 100);
+  }
+}
+
+inline void launch(Index grid, int threads, std::function<void()> entry, int cluster_blocks = 1) {
+  std::vector<Index> order;  // of the first blocks of the clusters
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; i += cluster_blocks) {
     order.push_back({i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y});
   }
   std::shuffle(order.begin(), order.end(), random);
   kernel = std::move(entry);
-  for (Index const index : order) {
-    Block running;
-    running.index = index;
-    running.grid = grid;
-    block = &running;
-    run_block(threads);
+  for (Index index : order) {
+    Cluster cluster;
+    for (int rank = 0; rank < cluster_blocks; ++rank, ++index.x) {
+      auto member = std::make_unique<Block>();
+      member->index = index;
+      member->grid = grid;
+      member->cluster = &cluster;
+      member->rank = rank;
+      cluster.blocks.push_back(std::move(member));
+    }
+    run_cluster(cluster, threads);
   }
 }
 
@@ -309,6 +385,30 @@ inline void __syncthreads() {
       emulator::yield();
     }
   }
+}
+
+inline void __cluster_barrier_arrive() {
+  auto* const cluster = emulator::block->cluster;
+  if (++cluster->at_barrier == cluster->alive) {
+    cluster->at_barrier = 0;
+    ++cluster->barrier_round;
+  }
+}
+
+// Every thread waits once for each of its arrivals.
+inline void __cluster_barrier_wait() {
+  auto* const cluster = emulator::block->cluster;
+  unsigned const round = ++emulator::current->cluster_rounds;
+  while (cluster->barrier_round < round) emulator::yield();
+}
+
+inline void* __cluster_map_shared_rank(void const* local, unsigned rank) {
+  auto* const block = emulator::block;
+  emulator::expect(rank < block->cluster->blocks.size(), "a rank outside of the cluster");
+  long const offset = static_cast<char const*>(local) - emulator::dynamic_shared;
+  emulator::expect(offset >= 0 && offset < emulator::kSharedBytes, "no address of shared memory");
+  char* const base = int(rank) == block->rank ? emulator::dynamic_shared : block->cluster->blocks[rank]->shared.data();
+  return base + offset;
 }
 
 template <class T>
@@ -357,13 +457,19 @@ inline void fence_barrier_init() {}
 namespace cute {
 using uint128_t = unsigned __int128;
 namespace TMA {
-enum class CacheHintSm90 : uint64_t { EVICT_FIRST };
+enum class CacheHintSm90 : uint64_t { EVICT_FIRST, EVICT_LAST };
 }
 inline void prefetch_tma_descriptor(CUtensorMap const*) {}
 struct SM90_TMA_LOAD_2D {
   static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row) {
     emulator::copy_box(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
                        static_cast<char*>(target), column, row);
+  }
+};
+struct SM90_TMA_LOAD_3D {
+  static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row, int group) {
+    emulator::copy_groups(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
+                          static_cast<char*>(target), column, row, group);
   }
 };
 struct SM75_U32x4_LDSM_N {
@@ -397,8 +503,6 @@ namespace futransformer {
 
 using bf16 = cutlass::bfloat16_t;
 
-inline thread_local __align__(1024) char dynamic_shared[227 * 1024];
-
 inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
 inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
 inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
@@ -423,6 +527,12 @@ inline float exp2_flush(float x) {
   return power < 0x1p-126f ? 0.f : power;
 }
 inline int arrive(int* counter) { return (*counter)++; }
+inline void wait_for_previous_kernel() {}  // a launch has no predecessor here
+inline void allow_next_kernel() {}
+inline void load_bulk_once(void* target, void const* source, int bytes,
+                           cutlass::arch::ClusterTransactionBarrier& full) {
+  emulator::copy_bytes(target, source, bytes, full.state);
+}
 inline void wait(cutlass::arch::ClusterBarrier const& barrier, uint32_t parity) {
   while ((barrier.state->phase & 1) == parity) emulator::yield();
 }

@@ -28,7 +28,7 @@ from futransformer.generator.specs import (
     KernelSpec,
 )
 from futransformer.library import KernelLibrary
-from futransformer.ops import attention_decode, attention_prefill, gemm
+from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.packing import unpack_decode, unpack_prefill
 from futransformer.reference import ReferenceOps
@@ -74,7 +74,7 @@ class StandInKernel:
         elif spec.op in ("o", "down"):
             stored, _ = self.ops.o("prefill", x, logical, arguments["residual"].clone())
             arguments["out"].copy_(stored)
-            width = spec.tile.n if isinstance(spec, GemmSpec) else spec.block_rows
+            width = spec.tile.n if isinstance(spec, GemmSpec) else spec.n // spec.sumsq_parts
             parts = [part.float().square().sum(1) for part in torch.split(stored, width, 1)]
             arguments["sumsq_out"].copy_(torch.stack(parts, 1))
         elif spec.op == "gate_up":
@@ -108,9 +108,12 @@ def stand_in_library(
     monkeypatch.setattr(library, "Kernel", lambda spec, *_: kernel(spec, ops))
     for module in (attention_decode, attention_prefill, gemm):
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
+    monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
     plan = make_plan(config, "bf16")
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
-    return with_poisoned_outputs(KernelLibrary(config, get_precision("bf16"), plan, nothing_built, CPU))
+    built = KernelLibrary(config, get_precision("bf16"), plan, nothing_built, CPU)
+    built.capturable = False  # there are no graphs without a GPU
+    return with_poisoned_outputs(built)
 
 
 def with_poisoned_outputs(ops: KernelLibrary) -> KernelLibrary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import BF16, PRECISIONS, get_precision
 from futransformer.generator.specs import DecodeGemmSpec, Heads
 from futransformer.library import KernelLibrary
+from futransformer.ops import decode_gemm
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
@@ -235,6 +237,14 @@ class RecordedKernel:
         self.launches.append((grid, arguments))
 
 
+@pytest.fixture(autouse=True)
+def described_maps(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Without a GPU a tensor map is what it was made from."""
+    if "gpu" not in request.keywords:
+        described = lambda tensor, box: SimpleNamespace(tensor=tensor, box=box)  # noqa: E731
+        monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", described)
+
+
 def recorded(op: str, n: int, k: int, heads: Heads | None = None) -> tuple[DecodeGemm, dict[int, RecordedKernel]]:
     specs = {batch: decode_gemm_spec(op, n, k, batch, get_precision("bf16"), heads) for batch in BATCH_TILES}
     kernels = {batch: RecordedKernel(spec) for batch, spec in specs.items()}
@@ -254,6 +264,7 @@ def test_the_smallest_tile_that_fits_runs(rows: int, tile: int) -> None:
     grid, arguments = kernels[tile].launches[0]
     assert grid == (kernels[tile].spec.blocks, 1, 1)
     assert arguments["m"] == rows
+    assert arguments["x"].box == kernels[tile].spec.x_box
     assert sumsq_out.shape[1] == kernels[tile].spec.sumsq_parts
 
 
@@ -269,6 +280,7 @@ def test_a_larger_batch_runs_in_chunks() -> None:
     assert all(not kernels[batch].launches for batch in (8, 16, 32))
     seen = 0
     for _, arguments in kernels[64].launches:
+        arguments |= {"x": arguments["x"].tensor}
         for name, whole in {"x": x, **by_row}.items():
             assert torch.equal(arguments[name], whole[seen : seen + arguments["m"]])
             assert arguments[name].data_ptr() == whole[seen].data_ptr()
@@ -297,9 +309,9 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
         assert len({spec.weight_shape for spec in by_batch.values()}) == 1, f"{op}: one packed copy serves every batch"
         for batch, spec in by_batch.items():
             assert spec.batch_tile == batch
-            assert spec.blocks * spec.block_rows == spec.n
+            assert spec.blocks * spec.block_rows == spec.n * spec.split_k
             assert spec.blocks_per_sm * (spec.shared_bytes + 1024) <= 228 * 1024
-            assert spec.blocks_per_sm * spec.threads * 40 <= 65536
+            assert -(-spec.blocks_per_sm * spec.threads // 128) * 128 * 40 <= 65536
 
 
 @pytest.mark.parametrize(
@@ -307,10 +319,13 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
     [
         ({"op": "embed"}, "op must be one of"),
         ({"n": 100}, "out_features must be a multiple of 32"),
-        ({"k": 560}, "in_features must be a multiple of 32"),
+        ({"k": 560}, "in_features must be a multiple of 64"),
         ({"batch_tile": 24}, "batch_tile"),
-        ({"warps": 3}, "warps"),
-        ({"stage_k": 96}, "stage_k must be a multiple of 128"),
+        ({"warp_rows": 4}, "row_tiles must divide among"),
+        ({"warp_split": 16}, "1 to 16 warps"),
+        ({"split_k": 3}, "split_k must be 1, 2, 4 or 8"),
+        ({"split_k": 4}, "row_tiles must divide among"),
+        ({"stage_k": 96}, "stage_k must be a multiple of 64"),
         ({"stages": 1}, "two stages"),
         ({"stages": 64}, "shared memory"),
         ({"heads": Heads(9, 3, 64)}, "heads"),
@@ -318,7 +333,7 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
 )
 def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {"op": "o", "element": BF16, "n": 576, "k": 576, "batch_tile": 8}
-    fields |= {"row_tiles": 2, "warps": 4, "stages": 4, "stage_k": 128}
+    fields |= {"row_tiles": 2, "warp_rows": 2, "warp_split": 2, "split_k": 2, "stages": 4, "stage_k": 128}
     DecodeGemmSpec(**fields)
     with pytest.raises(UnsupportedError, match=message):
         DecodeGemmSpec(**{**fields, **changes})
@@ -336,3 +351,9 @@ def test_machine_code(precision: str) -> None:
         assert occurrences(counts, instruction), f"no {instruction}"
     for instruction in ("LDL", "STL"):
         assert not occurrences(counts, instruction), instruction
+
+
+@pytest.mark.compile
+def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
+    """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
+    assert emulate("decode_gemm", "fragment", "cluster").count("allowed error\n") == 8

@@ -16,6 +16,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
+from futransformer.ops import decode_gemm as decode_gemm_module
 from futransformer.ops import gemm as gemm_module
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
@@ -99,7 +100,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     def encode(tensor: Tensor, box_rows: int, box_columns: int) -> SimpleNamespace:
         return SimpleNamespace(tensor=tensor, box=(box_rows, box_columns))
 
+    def encode_groups(tensor: Tensor, box: tuple[int, int, int]) -> SimpleNamespace:
+        return SimpleNamespace(tensor=tensor, box=box)
+
     monkeypatch.setattr(gemm_module, "tensor_map_2d", encode)
+    monkeypatch.setattr(decode_gemm_module, "tensor_map_column_groups", encode_groups)
     return Recorded()
 
 

@@ -19,6 +19,9 @@
 // Every warp keeps its own running maximum. Warps, then splits, are combined in index order, whichever finished
 // first: the same inputs give the same bits. What a split computes depends on its own sequence and pages_per_split
 // alone. Slots past the end of a sequence may hold anything, NaN included.
+//
+// The kernel before this one writes q and the newest token of each sequence. Lengths, block table and all earlier
+// tokens are constants: their pages are fetched before the kernel waits for its predecessor.
 #pragma once
 
 #include <cmath>
@@ -32,6 +35,7 @@
 
 #include "barrier.cuh"
 #include "counter.cuh"
+#include "dependent_launch.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
@@ -67,7 +71,7 @@ CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t
   return total;
 }
 
-template <int KvHeads, int Group, int HeadDim, int PageSize, int Stages>
+template <int KvHeads, int Group, int HeadDim, int PageSize, int Stages, bool EarlyNext>
 struct AttentionDecode {
   static constexpr int kTokens = 16;                     // of one warp and page: M of S, K of O^T
   static constexpr int kHeadTiles = (Group + 7) / 8;     // N of both products
@@ -150,6 +154,7 @@ struct AttentionDecode {
       cute::prefetch_tma_descriptor(args.k_pages);
       cute::prefetch_tma_descriptor(args.v_pages);
     }
+    if constexpr (EarlyNext) allow_next_kernel();
 
     Work work;
     work.split = blockIdx.x;
@@ -158,13 +163,17 @@ struct AttentionDecode {
     work.length = args.seqlens_k[work.sequence];
     if (work.length <= 0 || work.length > static_cast<long long>(args.block_table_stride) * PageSize) {
       // Nothing to attend to, or more than the block table can name: that is NaN, never a wrong answer.
+      wait_for_previous_kernel();
       if (work.split == 0) fill(args, work, work.length <= 0 ? 0.f : NAN);
       return;
     }
     int const pages = (work.length + PageSize - 1) / PageSize;
     // A sequence longer than the grid was sized for leaves its remaining pages to the last split.
     work.splits = min((pages + args.pages_per_split - 1) / args.pages_per_split, static_cast<int>(gridDim.x));
-    if (work.split >= work.splits) return;
+    if (work.split >= work.splits) {
+      wait_for_previous_kernel();  // as every block must
+      return;
+    }
     work.first = work.split * args.pages_per_split;
     work.last = work.split == work.splits - 1 ? pages : work.first + args.pages_per_split;
 
@@ -180,6 +189,7 @@ struct AttentionDecode {
 
     Fragments fragments;
     if (warp < kConsumers) {
+      wait_for_previous_kernel();
       load_q(args, work, fragments);
       consume(args, work, shared, fragments);
     } else {
@@ -197,9 +207,11 @@ struct AttentionDecode {
   CUTLASS_DEVICE static void produce(Arguments const& args, Work const& work, Shared& shared) {
     constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);  // each page is read once
     int const* table = args.block_table + size_t(work.sequence) * args.block_table_stride;
+    int const newest = (work.length - 1) / PageSize;
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
+      if (page == newest) wait_for_previous_kernel();
       // Fits: 2^31 rows of at least 128 bytes are more memory than there is.
       int const row = (table[page] * KvHeads + work.head) * PageSize;
       if (turn > 0) wait(shared.empty[stage], (turn - 1) & 1);
@@ -215,6 +227,7 @@ struct AttentionDecode {
                                      box * kBoxColumns, row);
       }
     }
+    if constexpr (!EarlyNext) allow_next_kernel();
   }
 
   // Operand B of S: features 2 (lane % 4) + {0, 1} (+ 8) of head lane / 4 of each tile; absent heads are zero.

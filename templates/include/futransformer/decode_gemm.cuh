@@ -1,29 +1,36 @@
 // Decode GEMM: out = epilogue(x W^T) for at most BatchTile sequences. Bound by reading W once.
 //
-//   x       bf16 [m, K] row-major; rows from m on are never read
+//   x       bf16 [m, K] row-major, read through a tensor map of [K / 32, m, 32], boxes of [StageK / 32, BatchTile, 32]:
+//           rows from m on arrive as zeros
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
-// A block owns RowTiles row tiles. A producer warp streams them by bulk copies through a ring of Stages stages of StageK
-// k each; that keeps the memory busy whatever the other warps do. `Warps` consumer warps split the k of every stage,
-// multiply straight out of the ring (16 bytes a lane, no conversion in shared memory), and read the activations they
-// need from L2: each x element is read by one warp of the block only, so staging it would save nothing. Their partial
-// sums meet in shared memory and are added in warp order, and the epilogue runs once on the complete sums. No result
-// depends on timing, nor on what the other sequences of the batch hold.
+// A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
+// streams the slice through a ring of Stages stages of StageK k, weights and activations side by side, so that memory
+// is busy whatever the other warps do. WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp
+// owns RowTiles / WarpRows row tiles and every WarpSplit-th step of a stage's k. The partial sums of warps and blocks
+// meet in shared memory and are added in a fixed order, block by block, warp by warp; each block of the cluster
+// finishes its share of the columns. No result depends on timing, nor on what the other sequences of the batch hold.
 //
+// Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
 #pragma once
 
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
 
 #include "barrier.cuh"
 #include "bulk_copy.cuh"
+#include "cluster.cuh"
+#include "dependent_launch.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
 
-template <class Element, int K, int BatchTile, int RowTiles, int Warps, int Stages, int StageK>
+template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
+          int StageK, bool EarlyNext>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -33,41 +40,59 @@ struct DecodeGemm {
   static constexpr int kStepK = kLoadK > kGroupK ? kLoadK : kGroupK;
   static constexpr int kStepLoads = kStepK / kLoadK;
   static constexpr int kStepGroups = kStepK / kGroupK;
-  static constexpr int kSteps = StageK / (Warps * kStepK);  // of each warp in a stage
-  static constexpr int kNumStages = (K + StageK - 1) / StageK;
+  static constexpr int kSteps = StageK / (WarpSplit * kStepK);  // of each warp in a stage
+  static constexpr int kSliceK = K / Cluster;
+  static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
+  static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
   static constexpr int kBatchTiles = BatchTile / kTileBatch;
+  static constexpr int kWarpTiles = RowTiles / WarpRows;
 
   static constexpr int kWarpLoadBytes = kLanes * kLoadBytes;
-  static constexpr int kRowTileBytes = K / kLoadK * kWarpLoadBytes;
+  static constexpr int kSliceBytes = kSliceK / kLoadK * kWarpLoadBytes;  // of one row tile
+  static constexpr int kRowTileBytes = Cluster * kSliceBytes;
   static constexpr int kChunkBytes = StageK / kLoadK * kWarpLoadBytes;  // a stage's share of one row tile
-  static constexpr int kRingBytes = Stages * RowTiles * kChunkBytes;
+  static constexpr int kStageGroups = StageK / kGroupK;
+  static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
+  static constexpr int kXBytes = kStageGroups * BatchTile * kGroupLoads * kLoadBytes;
 
-  // Partial sums [Warps][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
+  // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
   static constexpr int kColumns = RowTiles * kTileRows;
+  static constexpr int kOwnColumns = kColumns / Cluster;  // that this block finishes
   static constexpr int kSumStride = kColumns + 4;
-  static constexpr int kPartialBytes = Warps * BatchTile * kSumStride * int(sizeof(float));
 
-  static constexpr int kOverlaidBytes = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
-  static constexpr int kSharedBytes = kOverlaidBytes + 2 * Stages * int(sizeof(Barrier));
+  static constexpr int kConsumers = WarpRows * WarpSplit;
+  static constexpr int kThreads = (kConsumers + 1) * kLanes;
 
-  static constexpr int kThreads = (Warps + 1) * kLanes;
+  static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
+  static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
+  static_assert(RowTiles % WarpRows == 0 && RowTiles % Cluster == 0, "row tiles must divide among warps and blocks");
+  static_assert(BatchTile % kTileBatch == 0 && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
 
-  // In the epilogue a group of lanes shares a row.
-  static constexpr int kRowLanes = Warps * kLanes / BatchTile < kLanes ? Warps * kLanes / BatchTile : kLanes;
+  // In the epilogue a group of lanes, a power of two, shares a row.
+  static constexpr int kRowLanes = [] {
+    int lanes = kLanes;
+    while (lanes * BatchTile > kConsumers * kLanes) lanes /= 2;
+    return lanes;
+  }();
 
-  static_assert(K % kStepK == 0, "K must be whole steps");
-  static_assert(StageK % (Warps * kStepK) == 0, "every warp takes whole steps of a stage");
-  static_assert(BatchTile % kTileBatch == 0 && Warps * kLanes >= BatchTile, "a lane in the epilogue for every row");
-
-  // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, then the barriers.
-  struct alignas(128) Shared {
-    union {
-      unsigned char ring[Stages][RowTiles][kChunkBytes];
-      float partial[Warps][BatchTile][kSumStride];
-    };
-    Barrier full[Stages];   // a stage's bytes have arrived
-    Barrier empty[Stages];  // all consumer warps have read it
+  struct Stage {
+    unsigned char weight[RowTiles][kChunkBytes];
+    Words x[kStageGroups][BatchTile][kGroupLoads];
   };
+
+  static constexpr int kRowStateBytes = 32;
+
+  // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
+  struct Shared {
+    union {
+      Stage ring[Stages];
+      float partial[WarpSplit][BatchTile][kSumStride];
+    };
+    alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
+    Barrier empty[Stages];             // all consumer warps have read it
+    alignas(16) unsigned char rows[BatchTile][kRowStateBytes];
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
 
   // The stage at hand: its place in the ring, and the parity of how often the ring has been passed.
   struct Cursor {
@@ -82,110 +107,150 @@ struct DecodeGemm {
     }
   };
 
-  using Sums = float[RowTiles][kBatchTiles][SumFragment::kSums];
+  using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
 
   template <class Epilogue>
-  CUTLASS_DEVICE static void run(bf16 const* x, void const* weight, int m, Epilogue const& epilogue) {
+  CUTLASS_DEVICE static void run(CUtensorMap const* x, void const* weight, int m, Epilogue const& epilogue) {
     extern __shared__ __align__(128) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
     int const lane = threadIdx.x % kLanes;
-    bool const is_producer = warp == Warps;
+    bool const is_producer = warp == kConsumers;
 
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < Stages; ++slot) {
         shared.full[slot].init(1);
-        shared.empty[slot].init(Warps);
+        shared.empty[slot].init(kConsumers);
       }
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
 
-    // The row's state is fetched here, while the first weights are on their way. The producer's lanes own no row.
-    int const row = threadIdx.x / kRowLanes;
-    bool const is_row = row < m;
     Sums sums = {};
-    auto const* tiles = static_cast<unsigned char const*>(weight) + size_t(blockIdx.x) * RowTiles * kRowTileBytes;
-    if (is_producer && lane == 0) stream_weights(shared, tiles);
-    auto state = epilogue.template begin<kRowLanes>(row, is_row);
-    if (!is_producer) multiply(shared, x, m, warp, lane, sums);
+    if (is_producer) {
+      if (lane == 0) stream(shared, x, static_cast<unsigned char const*>(weight));
+    } else {
+      multiply(shared, warp, lane, sums, [&] { begin_rows(shared, m, warp, lane, epilogue); });
+    }
 
     __syncthreads();  // the ring has been read to its end: its memory is free
-    if (!is_producer) store_partial(shared.partial[warp], lane, sums);
-    __syncthreads();
+    if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
+    sync_cluster<Cluster>();
 
+    int const row = threadIdx.x / kRowLanes;
+    bool const is_row = row < m && row < BatchTile;
+    using Row = typename Epilogue::Row;
+    Row state = *reinterpret_cast<Row const*>(shared.rows[is_row ? row : 0]);
     constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kVectors = kColumns / kWidth;
+    constexpr int kVectors = kOwnColumns / kWidth;
+    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
     for (int vector = threadIdx.x % kRowLanes; is_row && vector < kVectors; vector += kRowLanes) {
       float values[kWidth];
-      add_partials(shared, row, vector * kWidth, values);
+      add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
       epilogue.apply(state, row, (int(blockIdx.x) * kVectors + vector) * 8, values);
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
+    if constexpr (Cluster > 1) sync_cluster<Cluster>();  // nobody reads this block's sums any more
   }
 
  private:
-  CUTLASS_DEVICE static void stream_weights(Shared& shared, unsigned char const* tiles) {
+  CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
+
+  // One thread: the block's slice of its row tiles and of x, at most Stages ahead of the consumers.
+  CUTLASS_DEVICE static void stream(Shared& shared, CUtensorMap const* x, unsigned char const* weight) {
+    cute::prefetch_tma_descriptor(x);
+    if constexpr (EarlyNext) allow_next_kernel();
+    unsigned char const* tiles =
+        weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
+    // Nothing is unrolled: code that runs once is fetched once, and slowly.
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, tiles);
+    wait_for_previous_kernel();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
-      if (stage >= Stages) wait(shared.empty[cursor.slot], cursor.parity ^ 1);
-      int const begin = stage * kChunkBytes;
-      int const bytes = kRowTileBytes - begin < kChunkBytes ? kRowTileBytes - begin : kChunkBytes;
-      shared.full[cursor.slot].arrive_and_expect_tx(RowTiles * bytes);
-      for (int tile = 0; tile < RowTiles; ++tile) {
-        load_bulk_once(shared.ring[cursor.slot][tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
-                       shared.full[cursor.slot]);
-      }
+    for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
+      wait(shared.empty[cursor.slot], cursor.parity);
+      load_weights(shared, cursor.slot, stage, tiles);
+      load_x(shared, cursor.slot, stage, x);
+    }
+    // Only now, by default: the next kernel's first weights queue behind the last of ours.
+    if constexpr (!EarlyNext) allow_next_kernel();
+  }
+
+  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, unsigned char const* tiles) {
+    int const begin = stage * kChunkBytes;
+    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+    shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < RowTiles; ++tile) {
+      load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
+                     shared.full[slot]);
     }
   }
 
-  CUTLASS_DEVICE static void multiply(Shared& shared, bf16 const* x, int m, int warp, int lane, Sums& sums) {
-    // Step s of a stage belongs to warp s % Warps, so that the last, shorter stage is shared out evenly too.
-    int const warp_k = warp * kStepK;
-    bf16 const* lane_x = x + size_t(ActivationFragment::sequence(lane)) * K + warp_k + ActivationFragment::k(lane);
+  CUTLASS_DEVICE static void load_x(Shared& shared, int slot, int stage, CUtensorMap const* x) {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);  // every block reads it
+    cute::SM90_TMA_LOAD_3D::copy(x, reinterpret_cast<uint64_t*>(&shared.full[slot]), kHint, shared.ring[slot].x, 0, 0,
+                                 rank() * (kSliceK / kGroupK) + stage * kStageGroups);
+  }
+
+  // What the epilogue keeps of each row, fetched by one warp a row.
+  template <class Epilogue>
+  CUTLASS_DEVICE static void begin_rows(Shared& shared, int m, int warp, int lane, Epilogue const& epilogue) {
+    using Row = typename Epilogue::Row;
+    static_assert(sizeof(Row) <= kRowStateBytes);
+    wait_for_previous_kernel();
+    for (int row = warp; row < m; row += kConsumers) {
+      Row const state = epilogue.template begin<kLanes>(row, true);
+      if (lane == 0) *reinterpret_cast<Row*>(shared.rows[row]) = state;
+    }
+  }
+
+  // `between` runs once the stages that came ahead of the activations are multiplied: their slots are being refilled
+  // then, so what it waits for delays nobody.
+  template <class Between>
+  CUTLASS_DEVICE static void multiply(Shared& shared, int warp, int lane, Sums& sums, Between const& between) {
+    int const first_tile = warp / WarpSplit * kWarpTiles;
+    int const split = warp % WarpSplit;
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage_k = 0; stage_k < K; stage_k += StageK, cursor.advance()) {
-      // Activations first: their way from L2 is hidden behind the wait for the weights.
-      Words operand[kSteps][kStepGroups][kBatchTiles];
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        int const k = stage_k + step * Warps * kStepK;
-        CUTLASS_PRAGMA_UNROLL
-        for (int group = 0; group < kStepGroups; ++group) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int tile = 0; tile < kBatchTiles; ++tile) {
-            bool const present = inside(k + warp_k) && tile * kTileBatch + ActivationFragment::sequence(lane) < m;
-            operand[step][group][tile] = load_or_zero(lane_x + k + group * kGroupK + tile * kTileBatch * K, present);
-          }
-        }
-      }
+    for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
       wait(shared.full[cursor.slot], cursor.parity);
       // Only now is the stage before given back: its products have been issued, so its loads have returned. Right behind
-      // the loads, an arrival overtakes those that still queue behind other warps' global loads, and the producer
-      // overwrites what they are about to read. Nobody waits for the last stages.
-      if (stage_k > 0 && lane == 0) shared.empty[read].arrive();
+      // the loads, an arrival overtakes those that still queue, and the producer overwrites what they are about to
+      // read. Nobody waits for the last stages.
+      if (stage > 0 && lane == 0) shared.empty[read].arrive();
       read = cursor.slot;
+      // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
       CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        int const warp_step = step * Warps + warp;
-        if (inside(stage_k + warp_step * kStepK)) {
-          multiply_step(shared.ring[cursor.slot], warp_step, lane, operand[step], sums);
-        }
+      for (int i = 0; i < kSteps; ++i) {
+        int const step = i * WarpSplit + split;
+        if (inside(stage * StageK + step * kStepK)) multiply_step(shared.ring[cursor.slot], first_tile, step, lane, sums);
       }
+      if (stage == kAhead - 1) between();
     }
   }
 
-  CUTLASS_DEVICE static void multiply_step(unsigned char const (&stage)[RowTiles][kChunkBytes], int warp_step, int lane,
-                                           Words const (&x)[kStepGroups][kBatchTiles], Sums& sums) {
+  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Sums& sums) {
+    Words x[kStepGroups][kBatchTiles];
     CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < RowTiles; ++tile) {
+    for (int group = 0; group < kStepGroups; ++group) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int batch = 0; batch < kBatchTiles; ++batch) {
+        // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
+        x[group][batch] = (&stage.x[step * kStepGroups + group][batch * kTileBatch][0])[lane];
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < kWarpTiles; ++tile) {
       Words packed[kStepLoads];
       CUTLASS_PRAGMA_UNROLL
       for (int load = 0; load < kStepLoads; ++load) {
-        packed[load] = reinterpret_cast<Words const*>(stage[tile])[(warp_step * kStepLoads + load) * kLanes + lane];
+        auto const* loads = reinterpret_cast<Words const*>(stage.weight[first_tile + tile]);
+        packed[load] = loads[(step * kStepLoads + load) * kLanes + lane];
       }
       CUTLASS_PRAGMA_UNROLL
       for (int mma = 0; mma < kStepK / kMmaK; ++mma) {
@@ -203,29 +268,32 @@ struct DecodeGemm {
     }
   }
 
-  CUTLASS_DEVICE static void store_partial(float (&partial)[BatchTile][kSumStride], int lane, Sums const& sums) {
+  CUTLASS_DEVICE static void store_partial(float (&partial)[BatchTile][kSumStride], int warp_row, int lane,
+                                           Sums const& sums) {
     CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < RowTiles; ++tile) {
+    for (int tile = 0; tile < kWarpTiles; ++tile) {
+      int const first = (warp_row * kWarpTiles + tile) * kTileRows;
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < SumFragment::kSums; ++i) {
-          partial[batch * kTileBatch + SumFragment::sequence(lane, i)]
-                 [tile * kTileRows + SumFragment::column(lane, i)] = sums[tile][batch][i];
+          partial[batch * kTileBatch + SumFragment::sequence(lane, i)][first + SumFragment::column(lane, i)] =
+              sums[tile][batch][i];
         }
       }
     }
   }
 
-  // values = the complete sums of columns first .. first + Width - 1 of a row, added in warp order.
+  // values = the complete sums of columns first .. first + Width - 1 of a row, added block by block, split by split.
   template <int Width>
   CUTLASS_DEVICE static void add_partials(Shared const& shared, int row, int first, float (&values)[Width]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] = 0.f;
-    // Not unrolled to the end: the loads of all warps at once would cost the registers of the whole kernel.
+    // Not unrolled to the end: the loads of all partial sums at once would cost the registers of the whole kernel.
 #pragma unroll 2
-    for (int warp = 0; warp < Warps; ++warp) {
-      float4 const* source = reinterpret_cast<float4 const*>(&shared.partial[warp][row][first]);
+    for (int part = 0; part < Cluster * WarpSplit; ++part) {
+      float const* local = &shared.partial[part % WarpSplit][row][first];
+      float4 const* source = reinterpret_cast<float4 const*>(in_block<Cluster>(local, part / WarpSplit));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Width / 4; ++i) {
         float4 const four = source[i];
@@ -237,14 +305,8 @@ struct DecodeGemm {
     }
   }
 
-  // Whether a warp's step at this k exists: the last stage may be short.
-  CUTLASS_DEVICE static bool inside(int k) { return K % StageK == 0 || k < K; }
-
-  CUTLASS_DEVICE static Words load_or_zero(bf16 const* source, bool present) {
-    Words words = {};
-    if (present) words = *reinterpret_cast<Words const*>(source);
-    return words;
-  }
+  // Whether a step at this k of the slice exists: the last stage may be short.
+  CUTLASS_DEVICE static bool inside(int k) { return kSliceK % StageK == 0 || k < kSliceK; }
 };
 
 }  // namespace futransformer

@@ -105,7 +105,7 @@ struct Gemm {
     shared.exchange_full = reinterpret_cast<Full*>(shared.empty + Stages);
     shared.exchange_empty = reinterpret_cast<Empty*>(shared.exchange_full + 1);
 
-    launch_dependents();
+    allow_next_kernel();
     if (threadIdx.x == 0) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map_w));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&map_x));

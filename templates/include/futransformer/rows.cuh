@@ -5,6 +5,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "dependent_launch.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
@@ -15,6 +16,8 @@ struct GatherRows {
   static constexpr int kVectors = Columns / 8;
 
   CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
     size_t const row = blockIdx.x;
     int const index = indices[row];
     bool const inside = index >= 0 && index < table_rows;
@@ -77,6 +80,8 @@ struct Argmax {
   static_assert(kWarps <= 32, "one warp reduces what the warps found");
 
   CUTLASS_DEVICE static void run(float const* logits, int logits_stride, int* out) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
     float const* row = logits + size_t(blockIdx.x) * logits_stride;
     // Loses to every number, -inf included.
     Candidate best{-INFINITY, INT_MAX};

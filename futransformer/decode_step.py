@@ -1,0 +1,76 @@
+"""The decode step of one batch: its state on the device, and the CUDA graphs that replay it.
+
+The state of B sequences with room for W pages each stands at fixed addresses, so that one graph serves every step:
+
+| tensor | type | shape | |
+| --- | --- | --- | --- |
+| tokens | int32 | [B] | what the next step reads; a step leaves its greedy choice here |
+| lengths | int32 | [B] | tokens in the cache; a step adds one |
+| block_table | int32 | [B, W] | as in docs/architecture.md |
+
+A graph is captured when a step of the same shape runs for the second time: the first allocates the workspaces. Eager
+steps and replays launch the same kernels with the same arguments, so they give the same bits. Shapes are few: the
+pages that attention is launched for come in ``page_bucket`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from futransformer.blocks import DecodePass
+from futransformer.generator.specs import PAGE_SIZE
+from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
+from futransformer.ops.interface import Ops
+
+Forward = Callable[[Tensor, DecodePass], Tensor]  # tokens and rows -> float32 logits [B, vocab_size]
+
+
+class DecodeStep:
+    """The step of a batch of ``batch`` sequences of at most ``width`` pages."""
+
+    def __init__(self, ops: Ops, forward: Forward, batch: int, width: int) -> None:
+        """``forward`` runs the model on one token a sequence."""
+        self.ops = ops
+        self.forward = forward
+        self.rows = torch.arange(batch, device=ops.device)
+        self.tokens = torch.zeros(batch, dtype=torch.int32, device=ops.device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=ops.device)
+        self.block_table = torch.zeros(batch, width, dtype=torch.int32, device=ops.device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # by pages; None: has run eagerly
+
+    def load(self, sequences: Sequence[CachedSequence], cache: KVCache) -> None:
+        """Put the sequences' lengths and pages on the device."""
+        self.lengths.copy_(upload([sequence.length for sequence in sequences], torch.int32, cache.device))
+        self.block_table.copy_(cache.block_table(sequences, self.block_table.shape[1]))
+
+    def run(self, longest: int) -> Tensor:
+        """One step; logits [B, vocab_size], valid until the next. ``longest`` is the longest length after the step."""
+        pages = min(page_bucket(pages_for(longest)), self.block_table.shape[1])
+        if not self.ops.capturable or pages not in self._graphs:
+            self._graphs.setdefault(pages, None)
+            return self._run(pages)
+        captured = self._graphs[pages]
+        if captured is None:
+            captured = self._graphs[pages] = self._capture(pages)
+        graph, logits = captured
+        graph.replay()
+        return logits
+
+    def _capture(self, pages: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = self._run(pages)
+        return graph, logits
+
+    def _run(self, pages: int) -> Tensor:
+        positions = self.lengths.clone()
+        slots = token_slots(self.block_table, self.rows, positions)
+        self.lengths += 1
+        rows = DecodePass(positions, slots, self.block_table, self.lengths, pages * PAGE_SIZE)
+        with self.ops.chain():
+            logits = self.forward(self.tokens, rows)
+            self.ops.argmax(logits, out=self.tokens)
+        return logits

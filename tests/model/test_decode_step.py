@@ -1,0 +1,180 @@
+"""The decode step as a replayed graph: what is captured and when, and that a replay depends on device state alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.decode_step import DecodeStep
+from futransformer.driver import LaunchChain, hopper_problem
+from futransformer.generator.config import load_config
+from futransformer.kv_cache import KVCache, page_bucket
+from futransformer.model import Llama
+from futransformer.reference import ReferenceOps
+
+START = (5, 1, 64)  # lengths before the first step: page boundaries fall on different steps
+
+
+class RecordedGraph:
+    """Stands in for a CUDA graph: a replay runs what was captured, with the arguments of its capture."""
+
+    def __init__(self, step: DecodeStep, pages: int, logits: Tensor) -> None:
+        self.step, self.pages, self.logits = step, pages, logits
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.logits.copy_(self.step._run(self.pages))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """The graphs that are captured, in order."""
+    captured: list[RecordedGraph] = []
+
+    def capture(step: DecodeStep, pages: int) -> Any:
+        captured.append(RecordedGraph(step, pages, torch.empty(step.tokens.shape[0], 258)))
+        return captured[-1], captured[-1].logits
+
+    monkeypatch.setattr(DecodeStep, "_capture", capture)
+    return captured
+
+
+def begin(folder: Path, *, capturable: bool) -> Llama:
+    config = load_config(folder)
+    ops = ReferenceOps(config)
+    ops.capturable = capturable
+    model = Llama.from_pretrained(folder, ops=ops, cache_tokens=64 * 40)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
+    model = Llama(config, ops, model.weights, KVCache(config, 40, page_order=order))
+    model.cache.pool.fill_(torch.nan)
+    model.prefill([[7] * length for length in START])
+    return model
+
+
+def test_replays_equal_eager_steps_past_page_boundaries(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
+    eager = begin(tiny_base_model, capturable=False)
+    steps = 140
+    expected = [eager.decode([step % 200, step % 7, 3]) for step in range(steps)]
+    assert not graphs
+    replayed = begin(tiny_base_model, capturable=True)
+    for step in range(steps):
+        assert torch.equal(replayed.decode([step % 200, step % 7, 3]), expected[step]), f"step {step}"
+    assert sum(graph.replays for graph in graphs) >= steps - 12, "most steps are replays"
+    assert len(graphs) <= 8, "few shapes are captured"
+
+
+def test_greedy_tokens_feed_the_next_step(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
+    eager, replayed = (begin(tiny_base_model, capturable=capturable) for capturable in (False, True))
+    expected = torch.tensor([1, 2, 3], dtype=torch.int32)
+    tokens = expected.clone()
+    for _ in range(20):
+        expected = eager.ops.argmax(eager.decode(expected))
+        tokens = replayed.decode_greedily(tokens)
+        assert torch.equal(tokens, expected)
+    assert graphs
+
+
+def test_logits_outlive_the_next_step(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
+    model = begin(tiny_base_model, capturable=True)
+    model.decode([1, 2, 3])
+    first = model.decode([4, 5, 6])
+    kept = first.clone()
+    model.decode([9, 9, 9])
+    assert graphs[0].replays == 2
+    assert torch.equal(first, kept)
+
+
+def test_a_batch_that_shrinks_takes_its_state_along(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
+    alone, together = (begin(tiny_base_model, capturable=True) for _ in range(2))
+    alone.keep([2])
+    for step in range(4):
+        together.decode([1, 2, step])
+    together.keep([2])
+    for step in range(4):
+        expected = alone.decode([step])
+    for step in range(4, 70):
+        expected = alone.decode([step])
+        assert torch.equal(together.decode([step]), expected), f"step {step}"
+
+
+def test_pages_are_reserved_ahead_while_there_are_some(tiny_base_model: Path) -> None:
+    model = begin(tiny_base_model, capturable=False)
+    model.decode([1, 2, 3])
+    assert [len(sequence.pages) for sequence in model.sequences] == [3, 3, 3]
+    tight = Llama(model.config, model.ops, model.weights, KVCache(model.config, 4))
+    tight.prefill([[7] * length for length in START])
+    tight.decode([1, 2, 3])
+    assert [len(sequence.pages) for sequence in tight.sequences] == [1, 1, 2]
+    for _ in range(58):  # to the end of the first one's page
+        tight.decode([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("pages", "bucket"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (6, 6), (7, 8), (9, 12), (13, 16), (17, 24), (65, 96)]
+)
+def test_page_buckets(pages: int, bucket: int) -> None:
+    assert page_bucket(pages) == bucket
+
+
+def test_a_chain_overlaps_all_launches_but_its_first() -> None:
+    chain = LaunchChain()
+    assert not chain.link(), "outside a chain nothing overlaps"
+    for _ in range(2):
+        with chain:
+            assert [chain.link() for _ in range(3)] == [False, True, True]
+        assert not chain.link()
+    chain.enabled = False
+    with chain:
+        assert [chain.link() for _ in range(2)] == [False, False]
+
+
+# On generated kernels
+
+
+@pytest.fixture(scope="module")
+def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
+    """The real model on the generated kernels; a sequence decodes to the same bits at any small batch."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    kernels = exports / "smollm2-135m" if exports else None
+    return Llama.from_pretrained(small_model, device="cuda", kernels=kernels, cache_tokens=8192, batch_invariant=True)
+
+
+def decode_from_nothing(model: Llama, texts: list[list[int]]) -> Tensor:
+    """Logits [steps, sequences, vocabulary] of texts of one length, token by token."""
+    model.start(len(texts))
+    return torch.stack([model.decode(list(tokens)) for tokens in zip(*texts, strict=True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_graphs_and_overlap_change_no_bit(on_kernels: Llama) -> None:
+    """300 steps past page boundaries: replayed, eager, and with ordinary launches."""
+    ops: Any = on_kernels.ops
+    texts = [[(step * step + row) % 40_000 for step in range(300)] for row in range(3)]
+    results = []
+    try:
+        for ops.capturable, ops.launch_chain.enabled in ((False, False), (False, True), (True, True), (True, True)):
+            on_kernels.cache.pool.fill_(torch.nan)
+            results.append(decode_from_nothing(on_kernels, texts))
+    finally:
+        ops.capturable = ops.launch_chain.enabled = True
+    assert results[0].isfinite().all()
+    for other, name in zip(results[1:], ("eager, overlapping", "captured", "replayed"), strict=True):
+        assert torch.equal(results[0], other), name
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_a_sequence_decodes_to_the_same_bits_at_any_small_batch(on_kernels: Llama) -> None:
+    texts = [[(step * 31 + row * 7) % 40_000 for step in range(140)] for row in range(8)]
+    together = decode_from_nothing(on_kernels, texts)
+    for batch in (1, 2, 5, 7):
+        assert torch.equal(decode_from_nothing(on_kernels, texts[:batch]), together[:, :batch]), f"batch {batch}"

@@ -1,0 +1,109 @@
+// The decode GEMM's own source in the emulator, against double precision: ring, slices of K, warps that share row tiles
+// and k, clusters that add one another's sums, short last stages, batches below the tile.
+#include "cluster.cuh"
+#include "fragment.cuh"
+
+#include "decode_gemm.cuh"
+
+// Stores scaled sums, and adds up what it stored: every call of the epilogue's protocol.
+struct StoreScaled {
+  static constexpr int kWidth = 8;
+  struct Row {
+    float scale;
+    float sum;
+  };
+
+  int columns, parts;
+  float const* scales;  // [rows]
+  float* out;           // [rows, columns]
+  float* sums;          // [rows, parts]
+
+  template <int Lanes>
+  Row begin(int row, bool valid) const {
+    return {valid ? scales[row] : NAN, 0.f};
+  }
+  void apply(Row& state, int row, int column, float (&values)[8]) const {
+    for (int i = 0; i < 8; ++i) {
+      float& target = out[row * columns + column + i];
+      emulator::expect(std::isnan(target), "a result was written twice");
+      target = values[i] * state.scale;
+      state.sum += target;
+    }
+  }
+  template <int Lanes>
+  void end(Row const& state, int row, int part, bool valid) const {
+    float const sum = futransformer::sum_over_lanes<Lanes>(state.sum);
+    if (valid && threadIdx.x % Lanes == 0) sums[row * parts + part] = sum;
+  }
+};
+
+static int failures = 0;
+
+template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK>
+void check(int m) {
+  using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
+                                         Stages, StageK, false>;
+  constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
+  std::mt19937 random(m);
+  std::normal_distribution<float> normal;
+  struct alignas(16) Chunk {
+    uint16_t element[8];
+  };
+  std::vector<Chunk> weight(N * K / 8), x(m * K / 8 + 1);
+  std::vector<float> logical(N * K), scales(m), out(m * N, NAN), sums(m * kBlocks, NAN);
+  for (int i = 0; i < N * K; ++i) {
+    uint16_t const bits = to_bf16(normal(random));
+    // Fragment order [N / 16, K / 16, lane, 8]: element e of lane 4 g + t, MMA j of a group of 32 k.
+    int const e = i % 8, lane = i / 8 % 32, step = i / 256 % (K / 16), tile = i / 256 / (K / 16);
+    int const row = 16 * tile + lane / 4 + 8 * (e / 2 % 2);
+    int const k = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + e / 4 * 2 + e % 2;
+    weight[i / 8].element[i % 8] = bits;
+    logical[row * K + k] = from_bf16(bits);
+  }
+  for (int i = 0; i < m * K; ++i) x[i / 8].element[i % 8] = to_bf16(normal(random));
+  for (float& scale : scales) scale = normal(random);
+
+  CUtensorMap const map{x[0].element, m, K, BatchTile, 32, StageK / 32};
+  StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
+  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(&map, weight.data(), m, epilogue); }, Cluster);
+
+  double worst = 0;
+  for (int row = 0; row < m; ++row) {
+    for (int part = 0; part < kBlocks; ++part) {
+      double total = 0, size = 0;
+      for (int column = part * (N / kBlocks); column < (part + 1) * (N / kBlocks); ++column) {
+        double exact = 0, magnitude = 0;
+        for (int k = 0; k < K; ++k) {
+          double const product = double(logical[column * K + k]) * from_bf16(x[(row * K + k) / 8].element[k % 8]);
+          exact += product;
+          magnitude += std::fabs(product);
+        }
+        // Float32 sums: every addition rounds to half a unit of 2^-23, K / 16 of them and the parts.
+        double const allowed = magnitude * std::fabs(scales[row]) * (K / 16 + 20) * 0x1p-24;
+        double const error = std::fabs(out[row * N + column] - exact * scales[row]);
+        worst = std::max(worst, error <= allowed ? error / allowed : INFINITY);
+        total += out[row * N + column];
+        size += std::fabs(out[row * N + column]);
+      }
+      if (!(std::fabs(sums[row * kBlocks + part] - total) <= size * 0x1p-20)) worst = INFINITY;
+    }
+  }
+  bool const passed = worst <= 1;
+  std::printf("N %d, K %d, batch %d of %d, row tiles %d, warps %dx%d, cluster %d, stages %d x %d: %.2f of the allowed "
+              "error%s\n",
+              N, K, m, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK, worst,
+              passed ? "" : " FAILED");
+  failures += !passed;
+}
+
+int main() {
+  check<64, 576, 8, 1, 1, 8, 1, 2, 512>(3);      // a last stage that only some warps share
+  check<64, 512, 8, 2, 1, 4, 1, 3, 128>(8);      // one warp row, a ring that turns
+  check<112, 256, 16, 7, 7, 1, 1, 3, 32>(9);     // warps that own a tile each; lanes that own no row
+  check<96, 448, 32, 6, 3, 2, 1, 2, 64>(32);     // two tiles a warp, two splits
+  check<128, 1536, 16, 4, 2, 2, 4, 3, 128>(16);  // a cluster of four
+  check<128, 704, 32, 4, 2, 2, 2, 4, 64>(17);    // a cluster of two whose slices end in short stages
+  check<128, 512, 64, 8, 4, 1, 4, 5, 32>(64);    // more stages than a slice has
+  check<64, 256, 8, 2, 1, 1, 2, 2, 64>(1);
+  return failures;
+}
