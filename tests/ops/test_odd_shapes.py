@@ -213,8 +213,11 @@ def row_of(op: Projection, outputs: list[Tensor], row: int, slot: int) -> list[T
     return [q[row], *(page[slot // 64, :, slot % 64] for page in pages if slot >= 0)]
 
 
-def check_a_row_does_not_see_its_neighbours(ops: KernelLibrary, op: Projection, rows: int) -> None:
-    """Rows alone, and rows among NaN, have the bits that they have in the batch."""
+def check_a_row_does_not_see_its_neighbours(ops: KernelLibrary, op: Projection, rows: int, fewer: int) -> None:
+    """A row of ``rows`` has the same bits among NaN, and as the first of ``fewer`` rows, which the same kernel serves.
+
+    Another kernel may serve another number of rows, and add in another order.
+    """
     problem = prefill_gemm.Problem(ops, op, rows)
     together = problem.run(ops)
     for row in (0, rows // 2, rows - 1):
@@ -223,18 +226,25 @@ def check_a_row_does_not_see_its_neighbours(ops: KernelLibrary, op: Projection, 
         among_nan = torch.full_like(problem.x, torch.nan)
         among_nan[row] = problem.x[row]
         poisoned = row_of(op, variant(problem, x=among_nan).run(ops), row, slot)
-        inputs = {name: getattr(problem, name)[row : row + 1].clone() for name in ROW_INPUTS}
-        alone = row_of(op, variant(problem, **inputs).run(ops), 0, slot)
-        for output, (expected, among, single) in enumerate(zip(want, poisoned, alone, strict=True)):
-            assert torch.equal(single, expected), f"output {output}: row {row} differs from its solo run"
+        inputs = {name: getattr(problem, name)[:fewer].clone() for name in ROW_INPUTS}
+        inputs["x"].fill_(torch.nan)
+        inputs["slots"].fill_(-1)
+        for name, values in inputs.items():
+            values[0] = getattr(problem, name)[row]
+        first = row_of(op, variant(problem, **inputs).run(ops), 0, slot)
+        for output, (expected, among, alone) in enumerate(zip(want, poisoned, first, strict=True)):
+            assert torch.equal(alone, expected), f"output {output}: row {row} depends on the number of rows"
             assert torch.equal(among, expected), f"output {output}: row {row} saw a NaN beside it"
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "fewer"), [(64, 1), (256, 65), (400, 257)])
 @pytest.mark.parametrize("op", PROJECTIONS)
 @pytest.mark.parametrize("model", prefill_gemm.MODELS)
-def test_a_row_of_the_prefill_does_not_see_its_neighbours(gpu_ops: GpuOps, model: str, op: Projection) -> None:
-    check_a_row_does_not_see_its_neighbours(gpu_ops(model), op, 130)
+def test_a_row_of_the_prefill_does_not_see_its_neighbours(
+    gpu_ops: GpuOps, model: str, op: Projection, rows: int, fewer: int
+) -> None:
+    check_a_row_does_not_see_its_neighbours(gpu_ops(model), op, rows, fewer)
 
 
 def check_an_outlier(ops: KernelLibrary) -> None:
@@ -268,7 +278,7 @@ def test_the_checks_of_projections_pass_on_the_reference(stand_in: KernelLibrary
     check_prefill(stand_in, op, 17)
     for rows in (3, 65):
         check_decode(stand_in, op, rows)
-    check_a_row_does_not_see_its_neighbours(stand_in, op, 5)
+    check_a_row_does_not_see_its_neighbours(stand_in, op, 5, 2)
 
 
 def test_the_other_checks_pass_on_the_reference(stand_in: KernelLibrary) -> None:
