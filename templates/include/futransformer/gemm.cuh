@@ -15,6 +15,8 @@
 // has a fixed order, so results do not depend on timing.
 #pragma once
 
+#include "wgmma_shapes.cuh"
+
 #include "dependent_launch.cuh"
 
 #include <cute/tensor.hpp>
@@ -227,6 +229,7 @@ struct Gemm {
     auto fragment_w = slice.make_fragment_B(slice.partition_B(shared_w));
     auto accumulators = partition_fragment_C(mma, Shape<Int<64 * kAtoms>, Int<Tile::kN>>{});
     static_assert(decltype(size(accumulators))::value == kAccumulators);
+    static_assert(decltype(size<2>(accumulators))::value == 1, "the epilogue takes a tile's width from one instruction");
 
     Position position;  // the stage to multiply next
     auto const multiply = [&] {
