@@ -182,7 +182,6 @@ def decode_gemm_spec(
         stages,
         stage_k,
         heads,
-        early_next=batch_tile == 8 and row_tiles < MIN_ROW_TILES,
     )
 
 
@@ -212,7 +211,7 @@ def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits:
     """
     step_k = max(32, 256 // bits) * warp_split
     step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
-    half = HALF_SHARED_BYTES - 32 * batch_tile
+    half = HALF_SHARED_BYTES
     least = 1 if batch_tile <= 32 else 2
     steps = max(least, min(half // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
     steps = 1 << steps.bit_length() - 1

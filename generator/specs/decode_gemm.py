@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import ClassVar
 
 from ..precision import Element
@@ -13,7 +14,6 @@ LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
 _GROUP_K = 32  # k that 16 bytes of activations a lane cover: the least a warp advances by
 _ACTIVATION_BYTES = 2
-_ROW_STATE_BYTES = 32  # what the epilogue keeps of a row in shared memory
 _SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
 _REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
@@ -30,7 +30,7 @@ class DecodeGemmSpec(KernelSpec):
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "UTMALDG.3D", "LDS.128", "ACQBULK")
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.3D", "LDS.128", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -45,7 +45,9 @@ class DecodeGemmSpec(KernelSpec):
     stages: int
     stage_k: int
     heads: Heads | None = None
-    early_next: bool = False
+    x_in_ring: bool = True
+    weights_by_map: bool = True
+    blocks_per_sm_override: int = 0
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
@@ -100,6 +102,13 @@ class DecodeGemmSpec(KernelSpec):
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
     @property
+    def weight_box(self) -> tuple[int, int, int]:
+        """Box of the weight's tensor map: row tiles, rows of 256 x 8 bytes."""
+        chunk = self.stage_k * ROW_TILE * self.element.bits // 8
+        row = gcd(chunk, self.k // self.split_k * ROW_TILE * self.element.bits // 8, 2048)
+        return (self.row_tiles, chunk // row, row // 8)
+
+    @property
     def x_box(self) -> tuple[int, int, int]:
         """Box of the tensor map of x, seen as [K / 32, rows, 32]."""
         return (self.stage_k // _GROUP_K, self.batch_tile, _GROUP_K)
@@ -113,7 +122,7 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        early = "_early" if self.early_next else ""
+        early = ("" if self.x_in_ring else "_lanes") + ("_map" if self.weights_by_map else "")
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}{early}"
@@ -124,9 +133,11 @@ class DecodeGemmSpec(KernelSpec):
     def params(self) -> tuple[Param, ...]:
         """See KernelSpec.params."""
         return (
-            Param("x", "tensor_map"),
-            pointer("weight", "const void"),
+            Param("x", "tensor_map") if self.x_in_ring else pointer("x", "const cutlass::bfloat16_t"),
+            Param("weight", "tensor_map") if self.weights_by_map else pointer("weight", "const void"),
             Param("m", "int32"),
+            Param("next_at", "int32"),
+            Param("reach", "int32"),
             *epilogue_params(self.epilogue),
         )
 
@@ -139,9 +150,9 @@ class DecodeGemmSpec(KernelSpec):
     def shared_bytes(self) -> int:
         """The ring, later the partial sums (four floats of padding a row); two barriers a stage; the rows' state."""
         weights = self.stage_k * self.block_rows * self.element.bits // 8
-        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES)
+        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16 + self.batch_tile * _ROW_STATE_BYTES
+        return max(ring, partial) + self.stages * 16
 
     @property
     def blocks_per_sm(self) -> int:
@@ -151,6 +162,8 @@ class DecodeGemmSpec(KernelSpec):
         weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
         warps = -(-2 * (self.warps + 1) // _SCHEDULERS)  # of both blocks, on the fullest scheduler
+        if self.blocks_per_sm_override:
+            return self.blocks_per_sm_override
         return 2 if warps * registers <= _REGISTERS and self.shared_bytes <= HALF_SHARED_BYTES else 1
 
     @property

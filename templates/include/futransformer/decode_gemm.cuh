@@ -15,6 +15,9 @@
 // The element type of the weights enters through WeightFragment alone.
 #pragma once
 
+#include <numeric>
+#include <type_traits>
+
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
@@ -30,7 +33,7 @@
 namespace futransformer {
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, bool EarlyNext>
+          int StageK, bool XInRing, bool WeightsByMap>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -51,9 +54,15 @@ struct DecodeGemm {
   static constexpr int kSliceBytes = kSliceK / kLoadK * kWarpLoadBytes;  // of one row tile
   static constexpr int kRowTileBytes = Cluster * kSliceBytes;
   static constexpr int kChunkBytes = StageK / kLoadK * kWarpLoadBytes;  // a stage's share of one row tile
+  // A weight's tensor map: [row tiles, rows of the map, 256 x 8 bytes].
+  static constexpr int kMapRowBytes = std::gcd(std::gcd(kChunkBytes, kSliceBytes), 2048);
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
-  static constexpr int kXBytes = kStageGroups * BatchTile * kGroupLoads * kLoadBytes;
+  static constexpr int kXBytes = XInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;
+  // Stages whose activations a lane asks for ahead: four loads.
+  static constexpr int kDepth = XInRing || kSteps > 4 ? 1 : 4 / kSteps;
+  using X = std::conditional_t<XInRing, CUtensorMap, bf16> const*;
+  using W = std::conditional_t<WeightsByMap, CUtensorMap, void> const*;
 
   // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
   static constexpr int kColumns = RowTiles * kTileRows;
@@ -75,12 +84,16 @@ struct DecodeGemm {
     return lanes;
   }();
 
-  struct Stage {
-    unsigned char weight[RowTiles][kChunkBytes];
+  // A hundred partial sums a row arrive after one wait.
+  static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
+
+  struct RingX {
     Words x[kStageGroups][BatchTile][kGroupLoads];
   };
-
-  static constexpr int kRowStateBytes = 32;
+  struct Nowhere {};
+  struct Stage : std::conditional_t<XInRing, RingX, Nowhere> {
+    unsigned char weight[RowTiles][kChunkBytes];
+  };
 
   // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
   struct Shared {
@@ -90,7 +103,6 @@ struct DecodeGemm {
     };
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all consumer warps have read it
-    alignas(16) unsigned char rows[BatchTile][kRowStateBytes];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
 
@@ -110,7 +122,7 @@ struct DecodeGemm {
   using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
 
   template <class Epilogue>
-  CUTLASS_DEVICE static void run(CUtensorMap const* x, void const* weight, int m, Epilogue const& epilogue) {
+  CUTLASS_DEVICE static void run(X x, W weight, int m, int next_at, int reach, Epilogue const& epilogue) {
     extern __shared__ __align__(128) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
@@ -126,28 +138,38 @@ struct DecodeGemm {
     }
     __syncthreads();
 
+    // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
+    constexpr int kWidth = Epilogue::kWidth;
+    constexpr int kVectors = kOwnColumns / kWidth;
+    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
+    int const row = threadIdx.x / kRowLanes;
+    int vector = threadIdx.x % kRowLanes;
+    bool const is_row = row < m;
+    auto const column = [](int vector) { return (int(blockIdx.x) * kVectors + vector) * 8; };
+    typename Epilogue::Row state = {};
+    typename Epilogue::Operands operands = {};
+
     Sums sums = {};
     if (is_producer) {
-      if (lane == 0) stream(shared, x, static_cast<unsigned char const*>(weight));
+      if (lane == 0) stream(shared, x, weight, next_at, reach);
     } else {
-      multiply(shared, warp, lane, sums, [&] { begin_rows(shared, m, warp, lane, epilogue); });
+      multiply(shared, x, m, warp, lane, sums, [&] {
+        wait_for_previous_kernel();
+        state = epilogue.template begin<kRowLanes, kRowLoads>(row, is_row);
+        if (is_row && vector < kVectors) operands = epilogue.load(state, row, column(vector));
+      });
     }
 
     __syncthreads();  // the ring has been read to its end: its memory is free
     if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
     sync_cluster<Cluster>();
 
-    int const row = threadIdx.x / kRowLanes;
-    bool const is_row = row < m && row < BatchTile;
-    using Row = typename Epilogue::Row;
-    Row state = *reinterpret_cast<Row const*>(shared.rows[is_row ? row : 0]);
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kVectors = kOwnColumns / kWidth;
-    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
-    for (int vector = threadIdx.x % kRowLanes; is_row && vector < kVectors; vector += kRowLanes) {
+    while (is_row && vector < kVectors) {
       float values[kWidth];
       add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
-      epilogue.apply(state, row, (int(blockIdx.x) * kVectors + vector) * 8, values);
+      epilogue.apply(state, operands, row, column(vector), values);
+      vector += kRowLanes;
+      if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
     if constexpr (Cluster > 1) sync_cluster<Cluster>();  // nobody reads this block's sums any more
@@ -157,36 +179,68 @@ struct DecodeGemm {
   CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
 
   // One thread: the block's slice of its row tiles and of x, at most Stages ahead of the consumers.
-  CUTLASS_DEVICE static void stream(Shared& shared, CUtensorMap const* x, unsigned char const* weight) {
-    cute::prefetch_tma_descriptor(x);
-    if constexpr (EarlyNext) allow_next_kernel();
-    unsigned char const* tiles =
-        weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
+  CUTLASS_DEVICE static void stream(Shared& shared, X x, W weight, int next_at, int reach) {
+    if constexpr (WeightsByMap) cute::prefetch_tma_descriptor(weight);
+    if constexpr (XInRing) cute::prefetch_tma_descriptor(x);
+    if (next_at == 0) allow_next_kernel();
     // Nothing is unrolled: code that runs once is fetched once, and slowly.
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, tiles);
-    wait_for_previous_kernel();
+    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, weight);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
+    for (int stage = kAhead; stage < min(kAhead + reach, kNumStages); ++stage) prefetch_weights(stage, weight);
+    wait_for_previous_kernel();
+    if constexpr (XInRing) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
+    }
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
+      if (stage == next_at) allow_next_kernel();
       wait(shared.empty[cursor.slot], cursor.parity);
-      load_weights(shared, cursor.slot, stage, tiles);
-      load_x(shared, cursor.slot, stage, x);
+      load_weights(shared, cursor.slot, stage, weight);
+      if constexpr (XInRing) load_x(shared, cursor.slot, stage, x);
+      if (reach > 0 && stage + reach < kNumStages) prefetch_weights(stage + reach, weight);
     }
-    // Only now, by default: the next kernel's first weights queue behind the last of ours.
-    if constexpr (!EarlyNext) allow_next_kernel();
+    if (next_at >= kNumStages) allow_next_kernel();
   }
 
-  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, unsigned char const* tiles) {
-    int const begin = stage * kChunkBytes;
-    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
-    shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = 0; tile < RowTiles; ++tile) {
-      load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
-                     shared.full[slot]);
+  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, W weight) {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    if constexpr (WeightsByMap) {
+      shared.full[slot].arrive_and_expect_tx(RowTiles * kChunkBytes + kXBytes);
+      cute::SM90_TMA_LOAD_3D::copy(weight, reinterpret_cast<uint64_t*>(&shared.full[slot]), kHint,
+                                   shared.ring[slot].weight, 0,
+                                   (rank() * kSliceBytes + stage * kChunkBytes) / kMapRowBytes,
+                                   int(blockIdx.x) / Cluster * RowTiles);
+    } else {
+      int const begin = stage * kChunkBytes;
+      int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+      unsigned char const* tiles = static_cast<unsigned char const*>(weight) +
+                                   size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
+      shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tile = 0; tile < RowTiles; ++tile) {
+        load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
+                       shared.full[slot]);
+      }
+    }
+  }
+
+  // Bring a stage's weights into L2.
+  CUTLASS_DEVICE static void prefetch_weights(int stage, W weight) {
+    if constexpr (WeightsByMap) {
+      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(weight, 0, (rank() * kSliceBytes + stage * kChunkBytes) / kMapRowBytes,
+                                             int(blockIdx.x) / Cluster * RowTiles);
+    } else {
+      int const begin = stage * kChunkBytes;
+      int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+      unsigned char const* tiles = static_cast<unsigned char const*>(weight) +
+                                   size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int tile = 0; tile < RowTiles; ++tile) {
+        cute::SM90_BULK_COPY_G2S::PREFETCH::copy(tiles + size_t(tile) * kRowTileBytes + begin, bytes);
+      }
     }
   }
 
@@ -196,54 +250,87 @@ struct DecodeGemm {
                                  rank() * (kSliceK / kGroupK) + stage * kStageGroups);
   }
 
-  // What the epilogue keeps of each row, fetched by one warp a row.
-  template <class Epilogue>
-  CUTLASS_DEVICE static void begin_rows(Shared& shared, int m, int warp, int lane, Epilogue const& epilogue) {
-    using Row = typename Epilogue::Row;
-    static_assert(sizeof(Row) <= kRowStateBytes);
-    wait_for_previous_kernel();
-    for (int row = warp; row < m; row += kConsumers) {
-      Row const state = epilogue.template begin<kLanes>(row, true);
-      if (lane == 0) *reinterpret_cast<Row*>(shared.rows[row]) = state;
-    }
-  }
+  using Operand = Words[kStepGroups][kBatchTiles];  // a lane's activations of one step
 
   // `between` runs once the stages that came ahead of the activations are multiplied: their slots are being refilled
   // then, so what it waits for delays nobody.
   template <class Between>
-  CUTLASS_DEVICE static void multiply(Shared& shared, int warp, int lane, Sums& sums, Between const& between) {
+  CUTLASS_DEVICE static void multiply(Shared& shared, X x, int m, int warp, int lane, Sums& sums,
+                                      Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
+    Operand ahead[kDepth][kSteps];
+    if constexpr (!XInRing) {
+      wait_for_previous_kernel();
+      CUTLASS_PRAGMA_UNROLL
+      for (int stage = 0; stage < kDepth; ++stage) fetch_x(x, m, stage, split, lane, ahead[stage]);
+    }
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
-      wait(shared.full[cursor.slot], cursor.parity);
-      // Only now is the stage before given back: its products have been issued, so its loads have returned. Right behind
-      // the loads, an arrival overtakes those that still queue, and the producer overwrites what they are about to
-      // read. Nobody waits for the last stages.
-      if (stage > 0 && lane == 0) shared.empty[read].arrive();
-      read = cursor.slot;
-      // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
+    for (int first = 0; first < kNumStages; first += kDepth) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSteps; ++i) {
-        int const step = i * WarpSplit + split;
-        if (inside(stage * StageK + step * kStepK)) multiply_step(shared.ring[cursor.slot], first_tile, step, lane, sums);
+      for (int turn = 0; turn < kDepth; ++turn) {
+        int const stage = first + turn;
+        if (kNumStages % kDepth != 0 && stage >= kNumStages) break;
+        wait(shared.full[cursor.slot], cursor.parity);
+        // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
+        // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
+        // about to read. Nobody waits for the last stages.
+        if (stage > 0 && lane == 0) shared.empty[read].arrive();
+        read = cursor.slot;
+        // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSteps; ++i) {
+          int const step = i * WarpSplit + split;
+          if (inside(stage * StageK + step * kStepK)) {
+            if constexpr (XInRing) read_x(shared.ring[cursor.slot], step, lane, ahead[turn][i]);
+            multiply_step(shared.ring[cursor.slot], first_tile, step, lane, ahead[turn][i], sums);
+          }
+        }
+        if constexpr (!XInRing) {
+          if (stage + kDepth < kNumStages) fetch_x(x, m, stage + kDepth, split, lane, ahead[turn]);
+        }
+        cursor.advance();
       }
-      if (stage == kAhead - 1) between();
+      if (first == (kAhead - 1) / kDepth * kDepth) between();
     }
   }
 
-  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Sums& sums) {
-    Words x[kStepGroups][kBatchTiles];
+  // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
+  CUTLASS_DEVICE static void read_x(Stage const& stage, int step, int lane, Operand& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kStepGroups; ++group) {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
-        // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
         x[group][batch] = (&stage.x[step * kStepGroups + group][batch * kTileBatch][0])[lane];
       }
     }
+  }
+
+  // All of a warp's steps of a stage, from global memory; rows past the batch are zero.
+  CUTLASS_DEVICE static void fetch_x(bf16 const* x, int m, int stage, int split, int lane, Operand (&steps)[kSteps]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      int const k = stage * StageK + (i * WarpSplit + split) * kStepK;
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kStepGroups; ++group) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int batch = 0; batch < kBatchTiles; ++batch) {
+          int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
+          Words words = {};
+          if (inside(k) && row < m) {
+            words = *reinterpret_cast<Words const*>(x + size_t(row) * K + rank() * kSliceK + k + group * kGroupK +
+                                                    ActivationFragment::k(lane));
+          }
+          steps[i][group][batch] = words;
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand const& x,
+                                           Sums& sums) {
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kWarpTiles; ++tile) {
       Words packed[kStepLoads];
