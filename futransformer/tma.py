@@ -48,14 +48,6 @@ def tensor_map_column_groups(tensor: Tensor, box: tuple[int, int, int]) -> Tenso
     return _encode(tensor.data_ptr(), (columns // width, rows, width), strides, box, swizzled=False)
 
 
-def tensor_map_row_tiles(weight: Tensor, box: tuple[int, int, int]) -> TensorMap:
-    """Describe a packed weight [row tiles, ...] as [row tiles, rows, 8-byte words], for dense copies of a ``box``."""
-    tile_bytes = weight[0].numel() * weight.element_size()
-    row_bytes = 8 * box[2]
-    extents = (weight.shape[0], tile_bytes // row_bytes, box[2])
-    return _encode(weight.data_ptr(), extents, (row_bytes, tile_bytes), box, swizzled=False, words=True)
-
-
 def _extents(tensor: Tensor) -> tuple[int, int]:
     if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
         raise InputError(
@@ -67,13 +59,7 @@ def _extents(tensor: Tensor) -> tuple[int, int]:
 
 @lru_cache(maxsize=8192)
 def _encode(
-    address: int,
-    extents: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    *,
-    swizzled: bool,
-    words: bool = False,
+    address: int, extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzled: bool
 ) -> TensorMap:
     """Encode a map; extents and box from the slowest dimension on, strides in bytes of all but the last."""
     from cuda.bindings import driver  # noqa: PLC0415
@@ -82,9 +68,7 @@ def _encode(
         raise InputError(f"TMA needs 16-byte aligned rows: address {address:#x}, strides of {list(strides)} bytes")
     swizzle = driver.CUtensorMapSwizzle
     status, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64
-        if words
-        else driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         len(extents),
         address,
         [driver.cuuint64_t(extent) for extent in reversed(extents)],

@@ -10,7 +10,7 @@ from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.specs import DecodeGemmSpec
 from futransformer.ops.validate import check_vector_arguments
-from futransformer.tma import tensor_map_column_groups, tensor_map_row_tiles
+from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
 ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
@@ -54,7 +54,4 @@ class DecodeGemm:
             }
             if spec.x_in_ring:
                 part["x"] = tensor_map_column_groups(x[rows], spec.x_box)
-            if spec.weights_by_map:
-                part["weight"] = tensor_map_row_tiles(weight, spec.weight_box)
-            part["next_at"], part["reach"] = getattr(kernel, "next_at", 1 << 20), getattr(kernel, "reach", 0)
             kernel.launch((spec.blocks, 1, 1), m=rows.stop - rows.start, **part)

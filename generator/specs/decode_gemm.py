@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import ClassVar
 
 from ..precision import Element
-from .base import EPILOGUES, HALF_SHARED_BYTES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer
+from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
 
 ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
@@ -24,13 +23,14 @@ class DecodeGemmSpec(KernelSpec):
     """One decode GEMM for up to ``batch_tile`` sequences; ``n`` and ``k`` as in GemmSpec.
 
     A cluster of ``split_k`` blocks owns ``row_tiles`` tiles of 16 output columns, each block an equal slice of K. One
-    warp streams weights and activations through a ring of ``stages`` stages of ``stage_k`` k; ``warp_rows`` x
-    ``warp_split`` more warps share a stage by row tiles and by k. The sums of all warps and blocks are added in a fixed
-    order. ``early_next`` lets the next kernel start when this one does, else when its last load has been issued.
+    warp streams weights through a ring of ``stages`` stages of ``stage_k`` k, above eight sequences with the
+    activations beside them; ``warp_rows`` x ``warp_split`` more warps share a stage by row tiles and by k. The sums of
+    all warps and blocks are added in a fixed order. ``next_at`` says when the next kernel may start: at this one's
+    ``start``, at its ``end`` (with the last load), or with a ring of stages to go (``lead``).
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.3D", "LDS.128", "ACQBULK")
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -45,9 +45,7 @@ class DecodeGemmSpec(KernelSpec):
     stages: int
     stage_k: int
     heads: Heads | None = None
-    x_in_ring: bool = True
-    weights_by_map: bool = True
-    blocks_per_sm_override: int = 0
+    next_at: str = "end"
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
@@ -68,6 +66,7 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.stage_k % step == 0, f"stage_k must be a multiple of {step}, one step of every warp")
         self.require(self.stage_k <= _MAX_BOX * _GROUP_K, f"stage_k must not exceed {_MAX_BOX * _GROUP_K}")
         self.require(self.stages >= 2, "a ring needs two stages")
+        self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -102,11 +101,9 @@ class DecodeGemmSpec(KernelSpec):
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
     @property
-    def weight_box(self) -> tuple[int, int, int]:
-        """Box of the weight's tensor map: row tiles, rows of 256 x 8 bytes."""
-        chunk = self.stage_k * ROW_TILE * self.element.bits // 8
-        row = gcd(chunk, self.k // self.split_k * ROW_TILE * self.element.bits // 8, 2048)
-        return (self.row_tiles, chunk // row, row // 8)
+    def x_in_ring(self) -> bool:
+        """Whether x comes through a tensor map and the ring, not straight from memory to each lane."""
+        return self.batch_tile > 8
 
     @property
     def x_box(self) -> tuple[int, int, int]:
@@ -122,10 +119,9 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        early = ("" if self.x_in_ring else "_lanes") + ("_map" if self.weights_by_map else "")
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
-            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}{early}"
+            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_{self.next_at}"
             f"_{'_'.join(self.epilogue)}"
         )
 
@@ -134,10 +130,8 @@ class DecodeGemmSpec(KernelSpec):
         """See KernelSpec.params."""
         return (
             Param("x", "tensor_map") if self.x_in_ring else pointer("x", "const cutlass::bfloat16_t"),
-            Param("weight", "tensor_map") if self.weights_by_map else pointer("weight", "const void"),
+            pointer("weight", "const void"),
             Param("m", "int32"),
-            Param("next_at", "int32"),
-            Param("reach", "int32"),
             *epilogue_params(self.epilogue),
         )
 
@@ -148,7 +142,7 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; the rows' state."""
+        """The ring, later the partial sums (four floats of padding a row); two barriers a stage."""
         weights = self.stage_k * self.block_rows * self.element.bits // 8
         ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
@@ -156,15 +150,17 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def blocks_per_sm(self) -> int:
-        """Two where they fit: the next kernel's first blocks then fill their rings while this one's still work."""
+        """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
-        activations = self.batch_tile // 8 * self.step_k // 8
+        activations = self.batch_tile // 8 * self.step_k // 8 if self.x_in_ring else 16
         weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
-        warps = -(-2 * (self.warps + 1) // _SCHEDULERS)  # of both blocks, on the fullest scheduler
-        if self.blocks_per_sm_override:
-            return self.blocks_per_sm_override
-        return 2 if warps * registers <= _REGISTERS and self.shared_bytes <= HALF_SHARED_BYTES else 1
+
+        def fit(blocks: int) -> bool:
+            warps = -(-blocks * (self.warps + 1) // _SCHEDULERS)  # on the fullest scheduler
+            return warps * registers <= _REGISTERS and self.shared_bytes <= shared_share(blocks)
+
+        return next((blocks for blocks in ((2,) if self.x_in_ring else (3, 2)) if fit(blocks)), 1)
 
     @property
     def sumsq_parts(self) -> int:

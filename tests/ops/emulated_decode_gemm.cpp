@@ -39,13 +39,14 @@ struct StoreScaled {
   }
 };
 
+using futransformer::NextAt;
 static int failures = 0;
 
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
-          bool XInRing = true, bool Map = true>
+          NextAt Next = NextAt::End>
 void check(int m) {
   using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, XInRing, Map>;
+                                         Stages, StageK, Next>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
@@ -66,16 +67,10 @@ void check(int m) {
   for (int i = 0; i < m * K; ++i) x[i / 8].element[i % 8] = to_bf16(normal(random));
   for (float& scale : scales) scale = normal(random);
 
-  CUtensorMap const x_map = tensor_map_3d(x.data(), {32, m, K / 32}, {1, K, 32}, {32, BatchTile, StageK / 32});
-  constexpr int kRow = Gemm::kMapRowBytes / 2;
-  CUtensorMap const weight_map = tensor_map_3d(weight.data(), {kRow, K * 16 / kRow, N / 16}, {1, kRow, K * 16},
-                                               {kRow, StageK * 16 / kRow, RowTiles});
-  void const* const x_source = XInRing ? static_cast<void const*>(&x_map) : x.data();
-  void const* const weight_source = Map ? static_cast<void const*>(&weight_map) : weight.data();
+  CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
+  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x.data());
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
-  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] {
-    Gemm::run(static_cast<typename Gemm::X>(x_source), static_cast<typename Gemm::W>(weight_source), m, 3, 2, epilogue);
-  }, Cluster);
+  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
 
   double worst = 0;
   for (int row = 0; row < m; ++row) {
@@ -115,9 +110,9 @@ int main() {
   check<128, 704, 32, 4, 2, 2, 2, 4, 64>(17);    // a cluster of two whose slices end in short stages
   check<128, 512, 64, 8, 4, 1, 4, 5, 32>(64);    // more stages than a slice has
   check<64, 256, 8, 2, 1, 1, 2, 2, 64>(1);
-  check<64, 576, 8, 1, 1, 8, 1, 2, 512, false, true>(3);
-  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, false, true>(8);
-  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, false, false>(5);
-  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, false, false>(7);
+  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
+  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, NextAt::Start>(5);  // the last round of stages and the last stage both short
+  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
+  check<64, 256, 8, 1, 1, 8, 1, 2, 512>(6);                  // one stage, less than lanes ask for ahead
   return failures;
 }

@@ -21,9 +21,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <random>
-#include <type_traits>
 #include <vector>
 
 #define CUTLASS_DEVICE inline
@@ -64,19 +62,14 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
 
-// What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it.
+// What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it. Three-dimensional maps see
+// its columns in groups of box_columns, and take box_groups of them.
 struct CUtensorMap {
   uint16_t const* base;
   long rows, columns;
   int box_rows, box_columns;
-  // Of three-dimensional maps instead: extents, strides in elements and box, the contiguous dimension first.
-  long extent[3] = {}, stride[3] = {};
-  int box[3] = {};
+  int box_groups = 1;
 };
-inline CUtensorMap tensor_map_3d(void const* base, long const (&extent)[3], long const (&stride)[3], int const (&box)[3]) {
-  return {static_cast<uint16_t const*>(base), 0, 0, 0, 0, {extent[0], extent[1], extent[2]},
-          {stride[0], stride[1], stride[2]}, {box[0], box[1], box[2]}};
-}
 
 namespace futransformer {
 inline thread_local __align__(1024) char dynamic_shared[227 * 1024];  // of the block that runs
@@ -268,21 +261,16 @@ inline void copy_box(CUtensorMap const& map, Barrier* barrier, char* target, int
   });
 }
 
-// A dense box of a three-dimensional map, zeros outside of it.
-inline void copy_dense(CUtensorMap const& map, Barrier* barrier, char* target, int x, int y, int z) {
+// A dense box of groups of columns: [box_groups][box_rows][box_columns], zeros outside of the matrix.
+inline void copy_groups(CUtensorMap const& map, Barrier* barrier, char* target, int column, int row, int group) {
   expect(reinterpret_cast<uintptr_t>(target) % 128 == 0, "a box must start at a multiple of 128 bytes");
-  int const elements = map.box[0] * map.box[1] * map.box[2];
+  int const elements = map.box_groups * map.box_rows * map.box_columns;
   std::fill_n(reinterpret_cast<uint16_t*>(target), elements, 0x7fc1);  // NaN
   block->copies.push_back([=] {
     for (int i = 0; i < elements; ++i) {
-      long const at[3] = {x + i % map.box[0], y + i / map.box[0] % map.box[1], z + i / map.box[0] / map.box[1]};
-      long offset = 0;
-      bool inside = true;
-      for (int d = 0; d < 3; ++d) {
-        offset += at[d] * map.stride[d];
-        inside &= at[d] < map.extent[d];
-      }
-      uint16_t const value = inside ? map.base[offset] : 0;
+      long const c = column + long(group + i / map.box_columns / map.box_rows) * map.box_columns + i % map.box_columns;
+      long const r = row + i / map.box_columns % map.box_rows;
+      uint16_t const value = r < map.rows && c < map.columns ? map.base[r * map.columns + c] : 0;
       std::memcpy(target + 2 * i, &value, 2);
     }
     barrier->deliver(2 * elements);
@@ -479,18 +467,10 @@ struct SM90_TMA_LOAD_2D {
   }
 };
 struct SM90_TMA_LOAD_3D {
-  static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int x, int y, int z) {
-    emulator::copy_dense(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
-                         static_cast<char*>(target), x, y, z);
+  static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row, int group) {
+    emulator::copy_groups(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
+                          static_cast<char*>(target), column, row, group);
   }
-  struct PREFETCH {
-    static void copy(void const*, int, int, int) {}
-  };
-};
-struct SM90_BULK_COPY_G2S {
-  struct PREFETCH {
-    static void copy(void const*, int) {}
-  };
 };
 struct SM75_U32x4_LDSM_N {
   static void copy(uint128_t const& row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {

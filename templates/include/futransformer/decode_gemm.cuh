@@ -1,21 +1,24 @@
 // Decode GEMM: out = epilogue(x W^T) for at most BatchTile sequences. Bound by reading W once.
 //
-//   x       bf16 [m, K] row-major, read through a tensor map of [K / 32, m, 32], boxes of [StageK / 32, BatchTile, 32]:
-//           rows from m on arrive as zeros
+//   x       bf16 [m, K] row-major; above eight sequences read through a tensor map of [K / 32, m, 32], boxes of
+//           [StageK / 32, BatchTile, 32]: rows from m on arrive as zeros
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
-// streams the slice through a ring of Stages stages of StageK k, weights and activations side by side, so that memory
-// is busy whatever the other warps do. WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp
-// owns RowTiles / WarpRows row tiles and every WarpSplit-th step of a stage's k. The partial sums of warps and blocks
-// meet in shared memory and are added in a fixed order, block by block, warp by warp; each block of the cluster
-// finishes its share of the columns. No result depends on timing, nor on what the other sequences of the batch hold.
+// streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
+// WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
+// every WarpSplit-th step of a stage's k. The partial sums of warps and blocks meet in shared memory and are added in a
+// fixed order, block by block, warp by warp; each block of the cluster finishes its share of the columns. No result
+// depends on timing, nor on what the other sequences of the batch hold.
+//
+// x comes in one of two ways. Up to eight sequences every lane loads its own share from L2, a few stages ahead: a warp
+// with all row tiles of the block to itself then needs each element once. With more sequences x travels in the ring,
+// beside the weights of the same k, so that any number of warps may share it.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
 #pragma once
 
-#include <numeric>
 #include <type_traits>
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -32,8 +35,11 @@
 
 namespace futransformer {
 
+// When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
+enum class NextAt { Start, Lead, End };
+
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, bool XInRing, bool WeightsByMap>
+          int StageK, NextAt Next>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -54,15 +60,14 @@ struct DecodeGemm {
   static constexpr int kSliceBytes = kSliceK / kLoadK * kWarpLoadBytes;  // of one row tile
   static constexpr int kRowTileBytes = Cluster * kSliceBytes;
   static constexpr int kChunkBytes = StageK / kLoadK * kWarpLoadBytes;  // a stage's share of one row tile
-  // A weight's tensor map: [row tiles, rows of the map, 256 x 8 bytes].
-  static constexpr int kMapRowBytes = std::gcd(std::gcd(kChunkBytes, kSliceBytes), 2048);
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
-  static constexpr int kXBytes = XInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;
-  // Stages whose activations a lane asks for ahead: four loads.
-  static constexpr int kDepth = XInRing || kSteps > 4 ? 1 : 4 / kSteps;
-  using X = std::conditional_t<XInRing, CUtensorMap, bf16> const*;
-  using W = std::conditional_t<WeightsByMap, CUtensorMap, void> const*;
+
+  static constexpr bool kXInRing = BatchTile > kTileBatch;
+  static constexpr int kXBytes = kXInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;  // of a stage
+  // Stages whose activations a lane asks for ahead of their weights: four loads.
+  static constexpr int kXAhead = kXInRing || kSteps > 4 ? 1 : 4 / kSteps;
+  using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
 
   // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
   static constexpr int kColumns = RowTiles * kTileRows;
@@ -84,16 +89,16 @@ struct DecodeGemm {
     return lanes;
   }();
 
-  // A hundred partial sums a row arrive after one wait.
+  // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
   static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
 
-  struct RingX {
-    Words x[kStageGroups][BatchTile][kGroupLoads];
-  };
-  struct Nowhere {};
-  struct Stage : std::conditional_t<XInRing, RingX, Nowhere> {
+  struct StageWeights {
     unsigned char weight[RowTiles][kChunkBytes];
   };
+  struct StageBoth : StageWeights {
+    Words x[kStageGroups][BatchTile][kGroupLoads];
+  };
+  using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
 
   // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
   struct Shared {
@@ -122,7 +127,7 @@ struct DecodeGemm {
   using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
 
   template <class Epilogue>
-  CUTLASS_DEVICE static void run(X x, W weight, int m, int next_at, int reach, Epilogue const& epilogue) {
+  CUTLASS_DEVICE static void run(X x, void const* weight, int m, Epilogue const& epilogue) {
     extern __shared__ __align__(128) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
@@ -151,7 +156,7 @@ struct DecodeGemm {
 
     Sums sums = {};
     if (is_producer) {
-      if (lane == 0) stream(shared, x, weight, next_at, reach);
+      if (lane == 0) stream(shared, x, static_cast<unsigned char const*>(weight));
     } else {
       multiply(shared, x, m, warp, lane, sums, [&] {
         wait_for_previous_kernel();
@@ -178,69 +183,40 @@ struct DecodeGemm {
  private:
   CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
 
-  // One thread: the block's slice of its row tiles and of x, at most Stages ahead of the consumers.
-  CUTLASS_DEVICE static void stream(Shared& shared, X x, W weight, int next_at, int reach) {
-    if constexpr (WeightsByMap) cute::prefetch_tma_descriptor(weight);
-    if constexpr (XInRing) cute::prefetch_tma_descriptor(x);
-    if (next_at == 0) allow_next_kernel();
+  // One thread: the block's slice of its row tiles, and of x if it goes this way, at most Stages ahead of the consumers.
+  CUTLASS_DEVICE static void stream(Shared& shared, X x, unsigned char const* weight) {
+    if constexpr (kXInRing) cute::prefetch_tma_descriptor(x);
+    if constexpr (Next == NextAt::Start) allow_next_kernel();
+    unsigned char const* tiles =
+        weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
     // Nothing is unrolled: code that runs once is fetched once, and slowly.
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, weight);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = kAhead; stage < min(kAhead + reach, kNumStages); ++stage) prefetch_weights(stage, weight);
+    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, tiles);
     wait_for_previous_kernel();
-    if constexpr (XInRing) {
+    if constexpr (kXInRing) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
     }
+    constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
-      if (stage == next_at) allow_next_kernel();
+      if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
       wait(shared.empty[cursor.slot], cursor.parity);
-      load_weights(shared, cursor.slot, stage, weight);
-      if constexpr (XInRing) load_x(shared, cursor.slot, stage, x);
-      if (reach > 0 && stage + reach < kNumStages) prefetch_weights(stage + reach, weight);
+      load_weights(shared, cursor.slot, stage, tiles);
+      if constexpr (kXInRing) load_x(shared, cursor.slot, stage, x);
     }
-    if (next_at >= kNumStages) allow_next_kernel();
+    if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
   }
 
-  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, W weight) {
-    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    if constexpr (WeightsByMap) {
-      shared.full[slot].arrive_and_expect_tx(RowTiles * kChunkBytes + kXBytes);
-      cute::SM90_TMA_LOAD_3D::copy(weight, reinterpret_cast<uint64_t*>(&shared.full[slot]), kHint,
-                                   shared.ring[slot].weight, 0,
-                                   (rank() * kSliceBytes + stage * kChunkBytes) / kMapRowBytes,
-                                   int(blockIdx.x) / Cluster * RowTiles);
-    } else {
-      int const begin = stage * kChunkBytes;
-      int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
-      unsigned char const* tiles = static_cast<unsigned char const*>(weight) +
-                                   size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
-      shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int tile = 0; tile < RowTiles; ++tile) {
-        load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
-                       shared.full[slot]);
-      }
-    }
-  }
-
-  // Bring a stage's weights into L2.
-  CUTLASS_DEVICE static void prefetch_weights(int stage, W weight) {
-    if constexpr (WeightsByMap) {
-      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(weight, 0, (rank() * kSliceBytes + stage * kChunkBytes) / kMapRowBytes,
-                                             int(blockIdx.x) / Cluster * RowTiles);
-    } else {
-      int const begin = stage * kChunkBytes;
-      int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
-      unsigned char const* tiles = static_cast<unsigned char const*>(weight) +
-                                   size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int tile = 0; tile < RowTiles; ++tile) {
-        cute::SM90_BULK_COPY_G2S::PREFETCH::copy(tiles + size_t(tile) * kRowTileBytes + begin, bytes);
-      }
+  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, unsigned char const* tiles) {
+    int const begin = stage * kChunkBytes;
+    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+    shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < RowTiles; ++tile) {
+      load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
+                     shared.full[slot]);
     }
   }
 
@@ -252,27 +228,27 @@ struct DecodeGemm {
 
   using Operand = Words[kStepGroups][kBatchTiles];  // a lane's activations of one step
 
-  // `between` runs once the stages that came ahead of the activations are multiplied: their slots are being refilled
-  // then, so what it waits for delays nobody.
+  // `between` runs once the stages that were filled ahead are multiplied: their slots are being refilled then, so what
+  // it waits for delays nobody.
   template <class Between>
   CUTLASS_DEVICE static void multiply(Shared& shared, X x, int m, int warp, int lane, Sums& sums,
                                       Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
-    Operand ahead[kDepth][kSteps];
-    if constexpr (!XInRing) {
+    Operand operands[kXAhead][kSteps];  // stage s lies in operands[s % kXAhead]
+    if constexpr (!kXInRing) {
       wait_for_previous_kernel();
       CUTLASS_PRAGMA_UNROLL
-      for (int stage = 0; stage < kDepth; ++stage) fetch_x(x, m, stage, split, lane, ahead[stage]);
+      for (int stage = 0; stage < kXAhead; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
     }
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = 0; first < kNumStages; first += kDepth) {
+    for (int first = 0; first < kNumStages; first += kXAhead) {
       CUTLASS_PRAGMA_UNROLL
-      for (int turn = 0; turn < kDepth; ++turn) {
+      for (int turn = 0; turn < kXAhead; ++turn, cursor.advance()) {
         int const stage = first + turn;
-        if (kNumStages % kDepth != 0 && stage >= kNumStages) break;
+        if (kNumStages % kXAhead != 0 && stage >= kNumStages) break;
         wait(shared.full[cursor.slot], cursor.parity);
         // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
         // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
@@ -284,16 +260,13 @@ struct DecodeGemm {
         for (int i = 0; i < kSteps; ++i) {
           int const step = i * WarpSplit + split;
           if (inside(stage * StageK + step * kStepK)) {
-            if constexpr (XInRing) read_x(shared.ring[cursor.slot], step, lane, ahead[turn][i]);
-            multiply_step(shared.ring[cursor.slot], first_tile, step, lane, ahead[turn][i], sums);
+            if constexpr (kXInRing) read_x(shared.ring[cursor.slot], step, lane, operands[turn][i]);
+            multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
-        if constexpr (!XInRing) {
-          if (stage + kDepth < kNumStages) fetch_x(x, m, stage + kDepth, split, lane, ahead[turn]);
-        }
-        cursor.advance();
+        if constexpr (!kXInRing) load_x(x, m, stage + kXAhead, split, lane, operands[turn]);
       }
-      if (first == (kAhead - 1) / kDepth * kDepth) between();
+      if (first == (kAhead - 1) / kXAhead * kXAhead) between();
     }
   }
 
@@ -308,8 +281,9 @@ struct DecodeGemm {
     }
   }
 
-  // All of a warp's steps of a stage, from global memory; rows past the batch are zero.
-  CUTLASS_DEVICE static void fetch_x(bf16 const* x, int m, int stage, int split, int lane, Operand (&steps)[kSteps]) {
+  // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
+  CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int split, int lane, Operand (&steps)[kSteps]) {
+    bf16 const* const slice = x + rank() * kSliceK + ActivationFragment::k(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       int const k = stage * StageK + (i * WarpSplit + split) * kStepK;
@@ -319,9 +293,8 @@ struct DecodeGemm {
         for (int batch = 0; batch < kBatchTiles; ++batch) {
           int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
           Words words = {};
-          if (inside(k) && row < m) {
-            words = *reinterpret_cast<Words const*>(x + size_t(row) * K + rank() * kSliceK + k + group * kGroupK +
-                                                    ActivationFragment::k(lane));
+          if (k < kSliceK && row < m) {
+            words = *reinterpret_cast<Words const*>(slice + size_t(row) * K + k + group * kGroupK);
           }
           steps[i][group][batch] = words;
         }
