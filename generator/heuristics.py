@@ -173,7 +173,8 @@ def decode_gemm_spec(
         warp_rows = 1
     warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
     warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
-    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits)
+    inbox = (split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4  # sums that a cluster's blocks exchange
+    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits, inbox)
     return DecodeGemmSpec(
         op,
         precision.decode,
@@ -225,7 +226,7 @@ def _wide(tiles: int, batch_tile: int) -> int | None:
     return min(fitting, key=busiest, default=None)
 
 
-def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int) -> tuple[int, int]:
+def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int, inbox: int) -> tuple[int, int]:
     """Stages and their k: the longest of which three fit into half a multiprocessor, and as many as do.
 
     At 64 sequences a warp that has one step of a stage shows the latency of each (8B, down: 70 us, with two 40), so two
@@ -233,7 +234,7 @@ def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits:
     """
     step_k = max(32, 256 // bits) * warp_split
     step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
-    half = shared_share(2)
+    half = shared_share(2) - inbox
     least = 1 if batch_tile <= 32 else 2
     steps = max(least, min(half // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
     steps = 1 << steps.bit_length() - 1

@@ -142,11 +142,16 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the partial sums (four floats of padding a row); two barriers a stage."""
+        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; sums of a cluster."""
         weights = self.stage_k * self.block_rows * self.element.bits // 8
         ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16
+        return max(ring, partial) + self.stages * 16 + self.inbox_bytes
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Sums that the other blocks of a cluster send."""
+        return (self.split_k - 1) * self.batch_tile * self.block_rows // self.split_k * 4
 
     @property
     def blocks_per_sm(self) -> int:

@@ -7,9 +7,9 @@
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
 // streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
 // WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
-// every WarpSplit-th step of a stage's k. The partial sums of warps and blocks meet in shared memory and are added in a
-// fixed order, block by block, warp by warp; each block of the cluster finishes its share of the columns. No result
-// depends on timing, nor on what the other sequences of the batch hold.
+// every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns: every
+// block adds the sums of its warps, and sends what others finish into their shared memory. All sums are added in a fixed
+// order. No result depends on timing, nor on what the other sequences of the batch hold.
 //
 // x comes in one of two ways. Up to eight sequences every lane loads its own share from L2, a few stages ahead: a warp
 // with all row tiles of the block to itself then needs each element once. With more sequences x travels in the ring,
@@ -101,7 +101,7 @@ struct DecodeGemm {
   using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
 
   // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
-  struct Shared {
+  struct OneBlock {
     union {
       Stage ring[Stages];
       float partial[WarpSplit][BatchTile][kSumStride];
@@ -109,6 +109,11 @@ struct DecodeGemm {
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all consumer warps have read it
   };
+  // What the other blocks send, by rank (one's own left out). It may come while the ring is still being read.
+  struct OneOfCluster : OneBlock {
+    alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];
+  };
+  using Shared = std::conditional_t<Cluster == 1, OneBlock, OneOfCluster>;
   static constexpr int kSharedBytes = sizeof(Shared);
 
   // The stage at hand: its place in the ring, and the parity of how often the ring has been passed.
@@ -142,6 +147,7 @@ struct DecodeGemm {
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if constexpr (Cluster > 1) arrive_at_cluster();  // this block has started: it may be sent sums
 
     // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
     constexpr int kWidth = Epilogue::kWidth;
@@ -167,17 +173,26 @@ struct DecodeGemm {
 
     __syncthreads();  // the ring has been read to its end: its memory is free
     if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
-    sync_cluster<Cluster>();
+    __syncthreads();
+    if constexpr (Cluster > 1) {
+      wait_for_cluster();
+      if (is_row) send<kWidth>(shared, row, vector);
+      arrive_at_cluster();
+      wait_for_cluster();
+    }
 
     while (is_row && vector < kVectors) {
       float values[kWidth];
       add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
+      if constexpr (Cluster > 1) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int other = 0; other < Cluster - 1; ++other) add(shared.inbox[other][row] + vector * kWidth, values);
+      }
       epilogue.apply(state, operands, row, column(vector), values);
       vector += kRowLanes;
       if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
-    if constexpr (Cluster > 1) sync_cluster<Cluster>();  // nobody reads this block's sums any more
   }
 
  private:
@@ -344,23 +359,47 @@ struct DecodeGemm {
     }
   }
 
-  // values = the complete sums of columns first .. first + Width - 1 of a row, added block by block, split by split.
+  // values = this block's sums of columns first .. first + Width - 1 of a row, added split by split.
   template <int Width>
   CUTLASS_DEVICE static void add_partials(Shared const& shared, int row, int first, float (&values)[Width]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] = 0.f;
-    // Not unrolled to the end: the loads of all partial sums at once would cost the registers of the whole kernel.
-#pragma unroll 2
-    for (int part = 0; part < Cluster * WarpSplit; ++part) {
-      float const* local = &shared.partial[part % WarpSplit][row][first];
-      float4 const* source = reinterpret_cast<float4 const*>(in_block<Cluster>(local, part / WarpSplit));
+    // 32 floats at once: the loads of all partial sums together would cost the registers of the whole kernel.
+    constexpr int kUnrolled = 32 / Width;
+#pragma unroll kUnrolled
+    for (int split = 0; split < WarpSplit; ++split) add(shared.partial[split][row] + first, values);
+  }
+
+  // values += Width neighbouring sums in shared memory.
+  template <int Width>
+  CUTLASS_DEVICE static void add(float const* sums, float (&values)[Width]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width / 4; ++i) {
+      float4 const four = reinterpret_cast<float4 const*>(sums)[i];
+      values[4 * i] += four.x;
+      values[4 * i + 1] += four.y;
+      values[4 * i + 2] += four.z;
+      values[4 * i + 3] += four.w;
+    }
+  }
+
+  // A lane's share of what a row has in the columns that other blocks finish: summed here, it travels once, and nobody
+  // waits for loads from another multiprocessor.
+  template <int Width>
+  CUTLASS_DEVICE static void send(Shared& shared, int row, int first) {
+    constexpr int kVectors = kOwnColumns / Width;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int vector = first; vector < (Cluster - 1) * kVectors; vector += kRowLanes) {
+      int const other = vector / kVectors;
+      int const to = other + (other >= rank());
+      int const column = vector % kVectors * Width;
+      float values[Width];
+      add_partials(shared, row, to * kOwnColumns + column, values);
+      float4* const inbox =
+          reinterpret_cast<float4*>(in_block(&shared.inbox[rank() - (rank() > to)][row][column], to));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Width / 4; ++i) {
-        float4 const four = source[i];
-        values[4 * i] += four.x;
-        values[4 * i + 1] += four.y;
-        values[4 * i + 2] += four.z;
-        values[4 * i + 3] += four.w;
+        inbox[i] = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
       }
     }
   }
