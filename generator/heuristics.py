@@ -205,8 +205,9 @@ def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> 
     row_tiles = 1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2
     stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * precision.decode.bits)
     stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
+    x_ahead = max(1, 1024 // stage_k)  # four loads a lane in BF16
     next_at = "start" if tiles // row_tiles <= FEW_BLOCKS else "lead"
-    return DecodeGemmSpec(op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, next_at)
+    return DecodeGemmSpec(op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at)
 
 
 def _wide(tiles: int, batch_tile: int) -> int | None:

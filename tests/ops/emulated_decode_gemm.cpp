@@ -43,10 +43,10 @@ using futransformer::NextAt;
 static int failures = 0;
 
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
-          NextAt Next = NextAt::End>
+          int XAhead = 0, NextAt Next = NextAt::End>
 void check(int m) {
   using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, Next>;
+                                         Stages, StageK, XAhead, Next>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
@@ -102,7 +102,7 @@ void check(int m) {
 }
 
 int main() {
-  check<64, 576, 8, 1, 1, 8, 1, 2, 512>(3);      // a last stage that only some warps share
+  check<64, 576, 8, 1, 1, 8, 1, 2, 512, 2>(3);   // a last stage that only some warps share
   check<64, 512, 8, 2, 1, 4, 1, 3, 128>(8);      // one warp row, a ring that turns
   check<112, 256, 16, 7, 7, 1, 1, 3, 32>(9);     // warps that own a tile each; lanes that own no row
   check<96, 448, 32, 6, 3, 2, 1, 2, 64>(32);     // two tiles a warp, two splits
@@ -110,9 +110,10 @@ int main() {
   check<128, 704, 32, 4, 2, 2, 2, 4, 64>(17);    // a cluster of two whose slices end in short stages
   check<128, 512, 64, 8, 4, 1, 4, 5, 32>(64);    // more stages than a slice has
   check<64, 256, 8, 2, 1, 1, 2, 2, 64>(1);
-  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
-  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, NextAt::Start>(5);  // the last round of stages and the last stage both short
-  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
-  check<64, 256, 8, 1, 1, 8, 1, 2, 512>(6);                  // one stage, less than lanes ask for ahead
+  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, 4, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
+  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, 4, NextAt::Start>(5);  // the last round of stages and the last stage both short
+  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, 2, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
+  check<128, 1408, 32, 4, 1, 4, 2, 5, 128, 3>(29);              // 32 sequences, x by lanes, a round that ends early
+  check<64, 256, 8, 1, 1, 8, 1, 2, 512, 2>(6);                  // one stage, less than lanes ask for ahead
   return failures;
 }

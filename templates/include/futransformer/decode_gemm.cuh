@@ -1,6 +1,6 @@
 // Decode GEMM: out = epilogue(x W^T) for at most BatchTile sequences. Bound by reading W once.
 //
-//   x       bf16 [m, K] row-major; above eight sequences read through a tensor map of [K / 32, m, 32], boxes of
+//   x       bf16 [m, K] row-major; with XAhead = 0 read through a tensor map of [K / 32, m, 32], boxes of
 //           [StageK / 32, BatchTile, 32]: rows from m on arrive as zeros
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
@@ -11,9 +11,9 @@
 // block adds the sums of its warps, and sends what others finish into their shared memory. All sums are added in a fixed
 // order. No result depends on timing, nor on what the other sequences of the batch hold.
 //
-// x comes in one of two ways. Up to eight sequences every lane loads its own share from L2, a few stages ahead: a warp
-// with all row tiles of the block to itself then needs each element once. With more sequences x travels in the ring,
-// beside the weights of the same k, so that any number of warps may share it.
+// x comes in one of two ways. Every lane loads its own share from L2, XAhead stages ahead: a warp with all row tiles of
+// the block to itself then needs each element once. Or, with XAhead = 0, x travels in the ring, beside the weights of
+// the same k, so that any number of warps may share it.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
@@ -39,7 +39,7 @@ namespace futransformer {
 enum class NextAt { Start, Lead, End };
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, NextAt Next>
+          int StageK, int XAhead, NextAt Next>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -63,10 +63,9 @@ struct DecodeGemm {
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
 
-  static constexpr bool kXInRing = BatchTile > kTileBatch;
+  static constexpr bool kXInRing = XAhead == 0;
   static constexpr int kXBytes = kXInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;  // of a stage
-  // Stages whose activations a lane asks for ahead of their weights: four loads.
-  static constexpr int kXAhead = kXInRing || kSteps > 4 ? 1 : 4 / kSteps;
+  static constexpr int kRound = kXInRing ? 1 : XAhead;  // stages whose activations a lane holds at a time
   using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
 
   // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
@@ -250,20 +249,20 @@ struct DecodeGemm {
                                       Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
-    Operand operands[kXAhead][kSteps];  // stage s lies in operands[s % kXAhead]
+    Operand operands[kRound][kSteps];  // stage s lies in operands[s % kRound]
     if constexpr (!kXInRing) {
       wait_for_previous_kernel();
       CUTLASS_PRAGMA_UNROLL
-      for (int stage = 0; stage < kXAhead; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
+      for (int stage = 0; stage < kRound; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
     }
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = 0; first < kNumStages; first += kXAhead) {
+    for (int first = 0; first < kNumStages; first += kRound) {
       CUTLASS_PRAGMA_UNROLL
-      for (int turn = 0; turn < kXAhead; ++turn, cursor.advance()) {
+      for (int turn = 0; turn < kRound; ++turn, cursor.advance()) {
         int const stage = first + turn;
-        if (kNumStages % kXAhead != 0 && stage >= kNumStages) break;
+        if (kNumStages % kRound != 0 && stage >= kNumStages) break;
         wait(shared.full[cursor.slot], cursor.parity);
         // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
         // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
@@ -279,9 +278,9 @@ struct DecodeGemm {
             multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
-        if constexpr (!kXInRing) load_x(x, m, stage + kXAhead, split, lane, operands[turn]);
+        if constexpr (!kXInRing) load_x(x, m, stage + kRound, split, lane, operands[turn]);
       }
-      if (first == (kAhead - 1) / kXAhead * kXAhead) between();
+      if (first == (kAhead - 1) / kRound * kRound) between();
     }
   }
 
