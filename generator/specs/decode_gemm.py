@@ -124,8 +124,8 @@ class DecodeGemmSpec(KernelSpec):
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
-            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}_{self.next_at}"
-            f"_{'_'.join(self.epilogue)}"
+            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
+            f"_{self.next_at}_{'_'.join(self.epilogue)}"
         )
 
     @property
