@@ -1,5 +1,8 @@
 // The decode GEMM's own source in the emulator, against double precision: ring, slices of K, warps that share row tiles
 // and k, clusters that add one another's sums, short last stages, batches below the tile.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "cluster.cuh"
 #include "fragment.cuh"
 
@@ -42,6 +45,20 @@ struct StoreScaled {
 using futransformer::NextAt;
 static int failures = 0;
 
+// Memory behind which a read faults.
+struct Guarded {
+  size_t const page = sysconf(_SC_PAGESIZE), room;
+  char* const memory;
+
+  explicit Guarded(size_t bytes)
+      : room((bytes + page - 1) / page * page),
+        memory(static_cast<char*>(mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+    mprotect(memory + room, page, PROT_NONE);
+  }
+  ~Guarded() { munmap(memory, room + page); }
+  void* last(size_t bytes) const { return memory + room - bytes; }
+};
+
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
           int XAhead = 0, NextAt Next = NextAt::End>
 void check(int m) {
@@ -53,7 +70,9 @@ void check(int m) {
   struct alignas(16) Chunk {
     uint16_t element[8];
   };
-  std::vector<Chunk> weight(N * K / 8), x(m * K / 8 + 1);
+  std::vector<Chunk> weight(N * K / 8);
+  Guarded const x_memory(size_t(m) * K * 2);
+  auto* const x = static_cast<Chunk*>(x_memory.last(size_t(m) * K * 2));
   std::vector<float> logical(N * K), scales(m), out(m * N, NAN), sums(m * kBlocks, NAN);
   for (int i = 0; i < N * K; ++i) {
     uint16_t const bits = to_bf16(normal(random));
@@ -68,7 +87,7 @@ void check(int m) {
   for (float& scale : scales) scale = normal(random);
 
   CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
-  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x.data());
+  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
   emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
 
