@@ -59,8 +59,16 @@ class BuildSettings:
 
 def _cache_root(env: Mapping[str, str]) -> Path:
     if env.get("FUTRANSFORMER_CACHE"):
-        return Path(env["FUTRANSFORMER_CACHE"]).expanduser().absolute()
+        return Path(os.path.expanduser(env["FUTRANSFORMER_CACHE"])).absolute()
     # The XDG specification: a relative XDG_CACHE_HOME is invalid and to be ignored.
     xdg = env.get("XDG_CACHE_HOME", "")
-    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
-    return (Path(xdg) if os.path.isabs(xdg) else home / ".cache") / "futransformer"
+    return (Path(xdg) if os.path.isabs(xdg) else _home(env) / ".cache") / "futransformer"
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    if env.get("HOME"):
+        return Path(env["HOME"]).absolute()
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise InputError("there is no home folder to keep a cache in: set FUTRANSFORMER_CACHE to a folder") from None

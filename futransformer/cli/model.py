@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from importlib import resources
@@ -174,7 +175,7 @@ def model_folder(name: str) -> Path:
         from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli
 
         return prepare_small_model(progress=_say)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no folder {folder}; MODEL is a Hugging Face folder (config.json, tokenizer, safetensors), "

@@ -274,6 +274,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eos": ({"eos_token_id": [1, "</s>"]}, "eos_token_id must be an integer or a list of integers"),
     "eos outside": ({"eos_token_id": 128256}, "token id 128256 .* is outside the vocabulary of 128256"),
     "bos": ({"bos_token_id": [1]}, r"bos_token_id must be an integer, not \[1\]"),
+    "more than 32 bits": ({"hidden_size": 2**32}, "hidden_size must not exceed 536870912, and is 4294967296"),
+    "more than 32 bits of layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers must not exceed 536870912"),
+    "more than 32 bits of heads": (
+        {"num_attention_heads": 2**24, "num_key_value_heads": 2**21, "head_dim": 128},
+        "q, k and v have 2684354560 features together",
+    ),
+    "epsilon beyond float64": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+    "theta beyond float64": ({"rope_theta": 10**400}, "rope_theta must be a finite number"),
+    "original context beyond float64": (
+        scaled(original_max_position_embeddings=10**400),
+        "original_max_position_embeddings must be positive and at most 536870912",
+    ),
 }
 
 
@@ -295,6 +307,17 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 def test_a_truncated_file(tmp_path: Path, length: int) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_config(write(tmp_path, json.dumps(LLAMA31)[:length]))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"hidden_size": ' + "1" * 5000 + "}"])
+def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        load_config(write(tmp_path, text))
+
+
+def test_the_home_of_nobody() -> None:
+    with pytest.raises(ConfigError, match="~nobody-we-know/model is neither a named model nor a file or folder"):
+        load_config("~nobody-we-know/model")
 
 
 def test_files_that_hold_something_else(tmp_path: Path) -> None:
