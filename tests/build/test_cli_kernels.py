@@ -163,7 +163,17 @@ def test_build_without_nvcc_is_status_1_with_the_remedy(capsys: pytest.CaptureFi
     assert 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"' in fails(capsys, 1, "build", "smollm2-135m")
 
 
-def test_an_interrupt_is_status_130_and_stops_the_compilers(machine: FakeNvcc) -> None:
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (signal.SIGINT, 130, "futransformer: error: interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
+)
+def test_an_interrupt_stops_the_compilers(
+    machine: FakeNvcc, settings: BuildSettings, end: signal.Signals, status: int, said: str
+) -> None:
     (machine.folder / "slow").touch()
     command = [sys.executable, "-m", "futransformer", "build", "smollm2-135m", "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -171,9 +181,10 @@ def test_an_interrupt_is_status_130_and_stops_the_compilers(machine: FakeNvcc) -
     while len(machine.note("waiting").split()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "futransformer: error: interrupted\n")
+    assert (process.returncode, out, err) == (status, "", said)
+    assert list(settings.cache_root.rglob("*.partial-*")) == []
     for running in map(int, machine.note("running").split()):
         with pytest.raises(ProcessLookupError):
             os.kill(running, 0)
@@ -218,6 +229,33 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
+
+
+def test_nohup_is_heeded() -> None:
+    """SIGHUP that was ignored before stays ignored while a command runs."""
+    code = (
+        "import os, signal, sys\nfrom futransformer import cli\n"
+        "cli.doctor.examine = lambda _: os.kill(os.getpid(), signal.SIGHUP) or ()\n"
+        "sys.exit(cli.main(['doctor', '--json']))"
+    )
+    kept = subprocess.run(["nohup", sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert kept.returncode == 0, kept.stderr
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 129
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = ["bash", "-c", f"{sys.executable} -m futransformer cache list >&-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_output_that_has_no_such_character_is_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "futransformer", "generate", "smollm2-135m", "-o", str(tmp_path / "é")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("futransformer: error: the output's encoding, ascii, has no '\\xe9': set PYTHONIO")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
