@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
     seconds = time.perf_counter() - start
     if not args.json:
-        print()
+        print(stream.rest())
         return 0
     report = {
         "model": model.config.name,
@@ -117,8 +117,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
-    if args.nll is not None and not args.nll.absolute().parent.is_dir():
-        raise InputError(f"--nll {args.nll}: there is no folder {args.nll.parent}")
+    if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
+        raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
     text_name, text = _read_text(args.text)
     tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
