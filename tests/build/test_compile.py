@@ -324,6 +324,40 @@ def test_clear_removes_all_but_what_is_being_built(settings: BuildSettings) -> N
     assert len(cache.entries()) == 1
 
 
+def test_clear_leaves_what_is_not_ours(settings: BuildSettings) -> None:
+    """A network file system keeps a deleted file that someone reads as .nfs...: its name begins with no key."""
+    kept, _ = build(settings, TinySpec("kept"), TinySpec("gone"))
+    cache = KernelCache(settings.cache_root)
+    foreign = [entry.folder.with_name(".nfs0001") for entry in cache.entries()]
+    for path in foreign:
+        path.touch()
+    with kept.cubin.parent.with_suffix(".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cleared = cache.clear()
+    assert (cleared.kernels, cleared.busy) == (1, 1)
+    assert [entry.folder for entry in cache.entries()] == [kept.cubin.parent]
+    assert all(path.exists() for path in foreign)
+
+
+def test_a_folder_that_clear_removes_under_a_build_is_made_again(
+    settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the folder's making and its lock's."""
+    open_file, raced = os.open, []
+
+    def open_late(path: Any, *args: int, **kwargs: int) -> int:
+        if not raced:
+            raced.append(path)
+            KernelCache(settings.cache_root).clear()
+            assert not path.parent.exists()
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_late)
+    build(settings)
+    assert raced
+    assert nvcc.calls == ["tiny"]
+
+
 # --- what the machine refuses ---
 
 
