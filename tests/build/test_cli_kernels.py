@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -291,6 +292,34 @@ def test_doctor_on_a_machine_with_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert "missing  nvcc" in text
     assert "ok       cache folder" in text
     assert "Kernels can be generated: yes, built: no, run: no" in text
+
+
+@pytest.mark.usefixtures("bare")
+def test_doctor_without_jinja() -> None:
+    code = "import sys; sys.modules['jinja2'] = None; from futransformer.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "missing  Jinja" in done.stdout
+    assert "-> pip install jinja2" in done.stdout
+    assert "Kernels can be generated: no" in done.stdout
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_goes_on_past_what_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host compiler that is no program, and a folder for temporary files that cannot be written."""
+    garbage = tmp_path / "g++"
+    garbage.write_text("garbage")
+    garbage.chmod(0o755)
+    monkeypatch.setenv("NVCC_CCBIN", str(garbage))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    main(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["host compiler"]["detail"] == f"{garbage} does not run: Exec format error"
+    assert checks["trial compilation"]["detail"].startswith("cannot be examined: ")
+    assert len(checks) == 12
 
 
 class Driver(ModuleType):

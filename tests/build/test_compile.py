@@ -529,6 +529,13 @@ def test_without_nvcc_built_kernels_serve(settings: BuildSettings, bare: BuildSe
     assert build(bare) == built
 
 
+def test_an_nvcc_that_is_named_is_used_or_refused(settings: BuildSettings) -> None:
+    """Even where the cache could serve: whoever names one is not given another one's kernels without a word."""
+    build(settings)
+    with pytest.raises(ToolchainError, match=r"FUTRANSFORMER_NVCC cannot be used: .*nowhere does not exist"):
+        build(replace(settings, nvcc=settings.cache_root / "nowhere"))
+
+
 def test_without_nvcc_the_newest_tool_chains_kernel_serves(
     settings: BuildSettings, bare: BuildSettings, make_nvcc: Callable[..., FakeNvcc]
 ) -> None:
