@@ -343,7 +343,8 @@ def test_a_folder_that_clear_removes_under_a_build_is_made_again(
     settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the folder's making and its lock's."""
-    open_file, raced = os.open, []
+    open_file = os.open
+    raced: list[Path] = []
 
     def open_late(path: Any, *args: int, **kwargs: int) -> int:
         if not raced:
