@@ -163,6 +163,17 @@ def load_config(name_or_path: str | Path) -> LlamaConfig:
     """
     if isinstance(name_or_path, str) and name_or_path.lower() in CONFIGS:
         return CONFIGS[name_or_path.lower()]
+    try:
+        path = _config_file(name_or_path)
+        generation_path = path.with_name("generation_config.json")
+        generation = JsonReader(generation_path, read_json(generation_path)) if generation_path.is_file() else None
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"{name_or_path} cannot be read: {error.strerror}") from error
+    return _parse(JsonReader(path, read_json(path)), generation, name=path.resolve().parent.name)
+
+
+def _config_file(name_or_path: str | Path) -> Path:
+    """Return the config.json that is named, or that lies in the folder that is named."""
     path = Path(os.path.expanduser(name_or_path))  # a ~user whom nobody knows stays as it is, and is not found
     if path.is_dir():
         path = path / "config.json"
@@ -175,9 +186,7 @@ def load_config(name_or_path: str | Path) -> LlamaConfig:
             f"{name_or_path} is neither a named model nor a file or folder; {hint}"
             f"Named models: {', '.join(CONFIGS)}. A model of the Hub must be downloaded first"
         )
-    generation_path = path.with_name("generation_config.json")
-    generation = JsonReader(generation_path, read_json(generation_path)) if generation_path.is_file() else None
-    return _parse(JsonReader(path, read_json(path)), generation, name=path.resolve().parent.name)
+    return path
 
 
 def _parse(reader: JsonReader, generation: JsonReader | None, name: str) -> LlamaConfig:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -313,6 +315,19 @@ def test_a_truncated_file(tmp_path: Path, length: int) -> None:
 def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_config(write(tmp_path, text))
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission bits would not do: they do not bind root."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match="model cannot be read: Permission denied"):
+        load_config(write(tmp_path / "model", PLAIN))
+    with pytest.raises(ConfigError, match=r"cannot be read: File name too long|is neither a named model"):
+        load_config("a" * 5000)
 
 
 def test_the_home_of_nobody() -> None:
