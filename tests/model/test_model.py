@@ -270,6 +270,18 @@ def test_a_prompt_as_long_as_the_cache_is_read(ready: Llama) -> None:
         ready.decode([1])
 
 
+def test_decode_stops_at_the_models_last_position_though_the_page_goes_on(tiny_base_model: Path) -> None:
+    config = replace(load_config(tiny_base_model), max_position_embeddings=70)
+    model = load(tiny_base_model, cache_tokens=256)
+    short = Llama(config, model.ops, model.weights, model.cache)
+    prompt = make_prompts((67,))[0]
+    short.prefill([prompt])
+    for token in (1, 2, 3):
+        short.decode([token])
+    with pytest.raises(InputError, match=r"sequence 0 would have 71 tokens.*at most 70 \(max_position_embeddings\)"):
+        short.decode([4])
+
+
 def test_decode_refuses_what_does_not_fit(ready: Llama) -> None:
     ready.prefill([[1], [2]])
     with pytest.raises(InputError, match="one token a sequence, 2; the tokens' shape is"):
