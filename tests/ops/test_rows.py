@@ -142,7 +142,8 @@ def test_a_launch_from_a_thread_that_has_not_met_the_gpu(gpu_ops: GpuOps) -> Non
     x, sumsq = ops.gather_rows(table, indices)
     out, sumsq_out = torch.full_like(x, NAN), torch.full_like(sumsq, NAN)
     torch.cuda.synchronize()
-    arguments = {"table": table, "table_rows": 777, "indices": indices, "out": out, "sumsq_out": sumsq_out}
+    arguments: dict[str, Any] = {"table": table, "table_rows": 777, "indices": indices}
+    arguments |= {"out": out, "sumsq_out": sumsq_out}
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ops._gather_rows.kernel.launch, (65, 1, 1), **arguments).result()
     torch.cuda.synchronize()
