@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from futransformer.bench import accuracy
 from futransformer.generator.config import load_config
@@ -87,8 +88,17 @@ def test_every_difference_is_counted_and_near_ties_apart(
             ties += first - second < abs(first) / 128
     assert row["differing_outside_near_ties"] == 3 * NEW_TOKENS - ties
 
-    monkeypatch.setattr(accuracy, "near_tie", lambda _: True)
+    # a tie is the reference's, whose choice is its text
+    asked: list[int] = []
+
+    def always(logits: Tensor) -> bool:
+        asked.append(int(logits.argmax()))
+        return True
+
+    monkeypatch.setattr(accuracy, "near_tie", always)
     assert accuracy.agreement_row(moved, rounding, PROMPTS, batch, "tiny")["differing_outside_near_ties"] == 0
+    texts = rounding.generate(PROMPTS, NEW_TOKENS, eos_token_ids=[])
+    assert sorted(asked) == sorted(token for text in texts for token in text)
 
 
 def test_a_near_tie_is_relative_to_the_largest() -> None:

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from futransformer.generator.config import CONFIGS, GROUPS, LlamaConfig, RopeScaling, inverse_frequencies, load_config
+from futransformer.generator.config import (
+    CONFIGS,
+    GROUPS,
+    PLAIN_VALUES,
+    LlamaConfig,
+    RopeScaling,
+    inverse_frequencies,
+    load_config,
+)
 from futransformer.generator.errors import ConfigError
 
 # Parameters of the published checkpoints (a tied embedding counts once).
@@ -204,6 +212,15 @@ def test_eos_is_one_token_or_several(tmp_path: Path, eos: Any, generation: Any, 
     assert load_config(write(tmp_path, {**PLAIN, "eos_token_id": eos}, generation)).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("bos", "generation", "expected"), [(1, None, 1), (1, {"bos_token_id": 3}, 3), (None, {}, None)]
+)
+def test_bos_is_that_of_the_generation_config_if_it_names_one(
+    tmp_path: Path, bos: Any, generation: Any, expected: int | None
+) -> None:
+    assert load_config(write(tmp_path, {**PLAIN, "bos_token_id": bos}, generation)).bos_token_id == expected
+
+
 def test_mistral(tmp_path: Path) -> None:
     mistral = without(LLAMA31, "rope_scaling", "attention_bias", "mlp_bias", "pretraining_tp")
     mistral |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
@@ -297,6 +314,20 @@ def test_what_cannot_be_served_is_refused_by_file_and_key(tmp_path: Path, case: 
     with pytest.raises(ConfigError, match=message) as refusal:
         load_config(write(tmp_path, {**LLAMA31, **change}))
     assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", PLAIN_VALUES)
+def test_every_feature_that_changes_the_answer_is_refused(tmp_path: Path, key: str) -> None:
+    plain, feature = PLAIN_VALUES[key]
+    with pytest.raises(ConfigError, match=f'config.json: {key} is "other": {feature} is not supported'):
+        load_config(write(tmp_path, {**LLAMA31, key: "other"}))
+    for value in (None, *plain):
+        load_config(write(tmp_path, {**LLAMA31, key: value}))
+
+
+def test_the_features_that_change_the_answer() -> None:
+    features = ["hidden_act", "attention_bias", "mlp_bias", "rope_interleaved", "partial_rotary_factor"]
+    assert list(PLAIN_VALUES) == [*features, "num_local_experts", "num_experts", "use_qk_norm", "qk_norm"]
 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"])
