@@ -35,7 +35,12 @@ DEFAULT_NEW_TOKENS = 128  # the model's answer to the default prompt has 78; the
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("demo", help="set up a real small model, build its kernels, and write text with it")
+    parser = subparsers.add_parser(
+        "demo",
+        help="set up a real small model, build its kernels, and write text with it",
+        description="Build the kernels of SmolLM2-135M, fetch that model, and write text: on a Hopper GPU through the "
+        "kernels, elsewhere through the CPU reference.",
+    )
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help=f"the message to answer (default: {DEFAULT_PROMPT})")
     parser.add_argument(
         "--max-new-tokens",

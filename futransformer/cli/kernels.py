@@ -29,14 +29,23 @@ if TYPE_CHECKING:
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the commands of this module."""
-    generate = subparsers.add_parser("generate", help="write the kernels' CUDA sources; needs no nvcc")
+    generate = subparsers.add_parser(
+        "generate",
+        help="write the kernels' CUDA sources; needs no nvcc",
+        description="Write the CUDA source of every kernel that a model needs; needs no nvcc, torch or GPU.",
+    )
     _add_model(generate)
     generate.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="where to write them (default: kernels-CONFIG-PRECISION)"
     )
     generate.set_defaults(handler=_generate)
 
-    build = subparsers.add_parser("build", help="compile the kernels into the cache")
+    build = subparsers.add_parser(
+        "build",
+        help="compile the kernels into the cache",
+        description="Compile every kernel that a model needs and the cache lacks, and print what each takes; "
+        "needs no GPU.",
+    )
     _add_model(build)
     build.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="also export cubins and manifest, for a machine without nvcc"
@@ -47,13 +56,18 @@ def add_parsers(subparsers: Subparsers) -> None:
     build.add_argument("--json", action="store_true", help="print JSON instead of a table")
     build.set_defaults(handler=_build)
 
-    cache = subparsers.add_parser("cache", help="list or clear the kernel cache")
+    cache = subparsers.add_parser(
+        "cache",
+        help="list or clear the kernel cache",
+        description="The cache of compiled kernels: FUTRANSFORMER_CACHE, else XDG_CACHE_HOME/futransformer, "
+        "else ~/.cache/futransformer.",
+    )
     actions = cache.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, handler, text in (
         ("list", _cache_list, "list the kernels in the cache"),
-        ("clear", _cache_clear, "remove all of them"),
+        ("clear", _cache_clear, "remove all kernels from the cache; the small model stays"),
     ):
-        action = actions.add_parser(name, help=text)
+        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
         action.set_defaults(handler=handler)
 

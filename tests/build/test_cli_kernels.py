@@ -163,6 +163,7 @@ def test_build_without_nvcc_is_status_1_with_the_remedy(capsys: pytest.CaptureFi
     assert 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"' in fails(capsys, 1, "build", "smollm2-135m")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_is_status_130_and_stops_the_compilers(machine: FakeNvcc) -> None:
     (machine.folder / "slow").touch()
     command = [sys.executable, "-m", "futransformer", "build", "smollm2-135m", "--jobs", "2"]
