@@ -7,7 +7,6 @@ used: importing this package imports neither torch nor CUDA.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
     from futransformer.generator.config import load_config
     from futransformer.library import load_kernels
     from futransformer.model import Llama
-
-# The CPU reference's operations are small. On cores that are busy, OpenMP threads that spin at each one's end keep the
-# thread that they wait for from running: 0.75 s a token of the small model instead of 0.10 s on two cores. OpenMP reads
-# this when torch is loaded, so a program that imports torch first decides for itself.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 __all__ = ["Llama", "__version__", "load_config", "load_kernels"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,15 +42,6 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, futransformer; print(futransformer.__version__, 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == [futransformer.__version__, "False"]
-
-
-def test_importing_the_package_keeps_waiting_threads_from_spinning_unless_told_otherwise() -> None:
-    code = "import os, futransformer; print(os.environ['OMP_WAIT_POLICY'])"
-    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for environment, policy in ((plain, "passive"), ({**plain, "OMP_WAIT_POLICY": "active"}, "active")):
-        command = [sys.executable, "-c", code]
-        printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        assert printed.strip() == policy
 
 
 def test_the_package_offers_its_three_names() -> None:
