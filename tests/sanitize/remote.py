@@ -47,13 +47,15 @@ class RemoteKernel:
 
     def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
         """Copy, launch, wait, copy back what the kernel may write."""
-        copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # a tensor may be given twice, as two arguments
+        copies: dict[tuple[int, int], Tensor] = {}  # by address and elements: a tensor may be given as two arguments
 
         def on_device(tensor: Tensor) -> Tensor:
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
-            _, copy = copies.setdefault((tensor.data_ptr(), len(flat)), (flat, flat.to(self.kernel.device, copy=True)))
-            return copy.as_strided(tensor.shape, tensor.stride())
+            elements = span if tensor.numel() else 0
+            key = tensor.data_ptr(), elements
+            if key not in copies:
+                copies[key] = tensor.as_strided((elements,), (1,)).to(self.kernel.device, copy=True)
+            return copies[key].as_strided(tensor.shape, tensor.stride())
 
         def translated(value: Any) -> Any:
             if isinstance(value, HostMap):
