@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from futransformer import card as card_module
-from futransformer import tables
+from futransformer import driver, tables
 from futransformer.build.export import load_exported
+from futransformer.build.load import LoadedKernels
 from futransformer.build.manifest import ModelManifest, read_model_manifest, write_model_manifest
 from futransformer.build.settings import BuildSettings
 from futransformer.card import Card
-from futransformer.cli import main
+from futransformer.cli import main, tune
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import ArtifactError, BuildError, ConfigError, InputError
@@ -25,7 +28,8 @@ from futransformer.generator.search import BUCKETS
 from futransformer.generator.specs import KernelSpec
 from futransformer.tables import exported_table, recorded, schedule_table, tuned_path, write_table
 from futransformer.tune import sweep as sweep_module
-from futransformer.tune.sweep import CANDIDATES, OPS, build, export_sweep, load_sweep, make_sweep
+from futransformer.tune.measure import Outcome, Result
+from futransformer.tune.sweep import CANDIDATES, OPS, Sweep, build, export_sweep, load_sweep, make_sweep
 
 SMALL = load_config("smollm2-135m")
 HERE = ScheduleTable("NVIDIA H100 PCIe", 114, shipped_table().schedules)
@@ -221,6 +225,58 @@ def test_build_only(
     sweep = load_sweep(folder, SMALL, "bf16")
     assert sweep.table.multiprocessors == 114
     assert {place.op for place in sweep.candidates} == {"o", "down"}
+
+
+@pytest.fixture
+def exported(pretended: list[str], settings: BuildSettings, tmp_path: Path) -> Path:
+    """A sweep of SmolLM2's down projection, for 114 multiprocessors."""
+    sweep = make_sweep(SMALL, "bf16", HERE, ["down"], 4)
+    records, refused = build(sweep, settings, print)
+    export_sweep(sweep.without(frozenset(refused)), records, tmp_path / "sweep")
+    assert pretended
+    return tmp_path / "sweep"
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    properties = SimpleNamespace(name="NVIDIA H100 PCIe", multi_processor_count=multiprocessors)
+    monkeypatch.setattr(driver, "require_hopper", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+def test_a_sweep_for_another_card_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, exported: Path
+) -> None:
+    on_a_card(monkeypatch, 132)
+    message = refused_by(capsys, 1, "smollm2-135m", "--kernels", exported)
+    assert (
+        "was built for 114 multiprocessors, this NVIDIA H100 PCIe has 132: build with --multiprocessors 132" in message
+    )
+
+
+def test_what_wins_is_written_and_plans_the_next_build(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, exported: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FUTRANSFORMER_CACHE", str(tmp_path / "cache"))
+    on_a_card(monkeypatch, 114)
+
+    def timed(_: object, sweep: Sweep, built: LoadedKernels, device: object) -> Outcome:
+        assert {spec.name for spec in sweep.specs()} == set(built)
+        place, specs = next(iter(sweep.candidates.items()))
+        incumbent = sweep.incumbent(place)
+        return Outcome([Result(place, incumbent, [(specs[1], 0.9), (specs[0], 1.1)], {})], [])
+
+    monkeypatch.setattr(tune, "_run", timed)
+    assert main(["tune", "smollm2-135m", "--kernels", str(exported), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    path = tuned_path(BuildSettings.from_environment(), H100)
+    assert (said["table"], said["changed"], said["left_out"]) == (str(path), 1, [])
+    winner = said["results"][0]["winner"]
+    assert said["results"][0]["times"][winner] == 0.9
+    monkeypatch.setattr(tables, "current_card", lambda _: H100)
+    table = schedule_table(BuildSettings.from_environment())
+    assert (table.card, table.multiprocessors) == ("NVIDIA H100 PCIe", 114)
+    assert set(table.schedules) > set(HERE.schedules)
+    assert winner in {spec.name for spec in kernel_specs(SMALL, "bf16", table)}
 
 
 def test_a_broken_table_stops_a_build(
