@@ -105,12 +105,17 @@ def _measure(args: argparse.Namespace, config: LlamaConfig, settings: BuildSetti
     import torch  # noqa: PLC0415 - see futransformer.cli
 
     from futransformer.card import Card  # noqa: PLC0415
-    from futransformer.driver import require_hopper  # noqa: PLC0415
+    from futransformer.driver import hopper_problem  # noqa: PLC0415
     from futransformer.tune.sweep import build, load_sweep  # noqa: PLC0415
 
     if args.kernels:
         sweep = load_sweep(args.kernels, config, args.precision)
-    device = require_hopper()
+    problem = hopper_problem()
+    if problem is not None:
+        raise DeviceError(
+            f"{problem}; tune where there is an H100 or H200, and compile here for it with --build-only DIR"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     card = Card(properties.name, properties.multi_processor_count)
     if args.kernels:

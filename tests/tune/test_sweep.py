@@ -209,7 +209,9 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 
 @pytest.mark.skipif(hopper_problem() is None, reason="there is a Hopper GPU")
 def test_without_a_hopper_gpu(capsys: pytest.CaptureFixture[str], pretended: list[str]) -> None:
-    assert "no Hopper GPU" in refused_by(capsys, 1, "smollm2-135m")
+    message = refused_by(capsys, 1, "smollm2-135m")
+    assert "no Hopper GPU" in message
+    assert "compile here for it with --build-only DIR" in message
     assert not pretended, "nothing is compiled that cannot be timed"
 
 
@@ -239,7 +241,8 @@ def exported(pretended: list[str], settings: BuildSettings, tmp_path: Path) -> P
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
     properties = SimpleNamespace(name="NVIDIA H100 PCIe", multi_processor_count=multiprocessors)
-    monkeypatch.setattr(driver, "require_hopper", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(driver, "hopper_problem", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
