@@ -22,6 +22,7 @@ from futransformer.cli.table import megabytes, table
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.plan import kernel_specs
+from futransformer.tables import schedule_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +69,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _build_kernels() -> None:
     settings = BuildSettings.from_environment()
-    specs = kernel_specs(load_config(SMALL_MODEL), PRECISION)
+    specs = kernel_specs(load_config(SMALL_MODEL), PRECISION, schedule_table(settings))
     _say(
         f"==> 1 of 3: kernels: {len(specs)} generated for the shape of {SMALL_MODEL} ({PRECISION}), compiled for sm_90a"
     )
