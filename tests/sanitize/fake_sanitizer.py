@@ -12,12 +12,12 @@ import time
 
 MODE = os.environ["FAKE_SANITIZER"]
 SUMMARY = {"racecheck": "RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"}
-REQUIRED = {"memcheck": "write_past_end", "racecheck": "shared_race", "synccheck": "divergent_barrier"}
+REQUIRED = {"memcheck": "write_past_end", "racecheck": "shared_race", "synccheck": "barrier_without_init"}
 SAYS = {
     "memcheck": "Invalid __global__ write of size 4 bytes\n=========     at planted_write_past_end+0x60",
     "racecheck": "Error: Race reported between Write access at planted_shared_race+0x90\n"
     "=========     and Read access at planted_shared_race+0xb0 [16 hazards]",
-    "synccheck": "Barrier error detected. Divergent thread(s) in warp\n=========     at planted_divergent_barrier+0x50",
+    "synccheck": "Barrier error detected. Missing init.\n=========     at planted_barrier_without_init+0xa0",
 }
 
 

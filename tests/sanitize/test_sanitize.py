@@ -117,7 +117,7 @@ def test_clean(exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert len(content["rows"]) == 3 * 2 * 2
     assert not any(row["errors"] or row["warnings"] for row in content["rows"])
     found = {row["kernel"]: row["errors"] for row in content["planted"] if row.get("required")}
-    assert found == {"planted_write_past_end": 1, "planted_shared_race": 1, "planted_divergent_barrier": 1}
+    assert found == {"planted_write_past_end": 1, "planted_shared_race": 1, "planted_barrier_without_init": 1}
     assert "racecheck, 4, 4, 0, 0, 2.0" in capsys.readouterr().out
 
 
