@@ -180,11 +180,16 @@ def _config_file(name_or_path: str | Path) -> Path:
         if not path.is_file():
             raise ConfigError(f"{path} does not exist; a Hugging Face folder holds config.json beside its weights")
     elif not path.is_file():
+        if isinstance(name_or_path, Path):
+            raise ConfigError(
+                f"there is no file or folder {path}; a Path is a Hugging Face folder or a config.json, never the name "
+                "of a shape. A model of the Hub must be downloaded first (hf download)"
+            )
         close = difflib.get_close_matches(str(name_or_path).lower(), CONFIGS, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(
-            f"{name_or_path} is neither a named model nor a file or folder; {hint}"
-            f"Named models: {', '.join(CONFIGS)}. A model of the Hub must be downloaded first"
+            f"{name_or_path} is neither a named model nor a file or folder{hint} "
+            f"Named models: {', '.join(CONFIGS)}. A model of the Hub must be downloaded first (hf download)"
         )
     return path
 

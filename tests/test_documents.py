@@ -21,7 +21,10 @@ import pytest
 import futransformer
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.precision import get_precision
 from futransformer.library import load_kernels
+from futransformer.memory import plan_memory
+from futransformer.model import CACHE_TOKENS, MAX_ROWS
 from futransformer.reference import ReferenceOps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +194,14 @@ def test_the_table_of_models_is_that_of_the_generator() -> None:
         ]
         for config in CONFIGS.values()
     }
+
+
+def test_the_table_of_memory_is_what_the_plan_counts() -> None:
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) GiB \| ([\d.]+) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 5
+    for name, total, cache in rows:
+        plan = plan_memory(load_config(name), get_precision("bf16"), cache_tokens=CACHE_TOKENS, rows=MAX_ROWS)
+        assert (total, cache) == (f"{plan.total / 2**30:.1f}", f"{plan.kv_cache / 2**30:.1f}"), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

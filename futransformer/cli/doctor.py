@@ -63,7 +63,12 @@ class _MissingError(Exception):
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("doctor", help="say what this machine has and lacks to build and run kernels")
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine has and lacks to build and run kernels",
+        description="Say what this machine has and lacks, and what helps. Exit status 0: kernels can be generated, "
+        "built and run here; otherwise 1.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(handler=_doctor)
 
@@ -237,10 +242,12 @@ def _trial(settings: BuildSettings) -> str:
 
 
 def _torch(_: BuildSettings) -> str:
-    install = "pip install 'torch>=2.11'"
-    torch, version = _import("torch", "torch", install)
+    torch, version = _import("torch", "torch", "pip install 'torch>=2.11'")
     if torch.version.cuda is None:
-        raise _MissingError(f"{version} is built without CUDA", f"{install} (a build for CUDA)")
+        raise _MissingError(
+            f"{version} is built without CUDA",
+            "pip uninstall torch, then pip install 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130",
+        )
     return f"{version}, CUDA {torch.version.cuda}"
 
 

@@ -164,6 +164,7 @@ def test_build_without_nvcc_is_status_1_with_the_remedy(capsys: pytest.CaptureFi
     assert 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"' in fails(capsys, 1, "build", "smollm2-135m")
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
@@ -232,6 +233,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert process.wait() == 1
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_nohup_is_heeded() -> None:
     """SIGHUP that was ignored before stays ignored while a command runs."""
     code = (

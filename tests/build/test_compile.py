@@ -542,6 +542,7 @@ def test_the_first_failure_stops_the_others(settings: BuildSettings, nvcc: FakeN
     assert left_over(settings) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_compilers(settings: BuildSettings, nvcc: FakeNvcc) -> None:
     (nvcc.folder / "slow").touch()
     process = build_model(settings)

@@ -139,6 +139,8 @@ def test_names_are_found_in_any_case_and_typing_errors_are_answered() -> None:
         load_config("llama-3.1-8bb")
     with pytest.raises(ConfigError, match="must be downloaded first"):
         load_config("someone/some-model")
+    with pytest.raises(ConfigError, match=r"^there is no file or folder llama-3\.1-8b; a Path is"):
+        load_config(Path("llama-3.1-8b"))
 
 
 def test_a_path_is_never_taken_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
