@@ -155,8 +155,8 @@ def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Processes that start here can be ended, also where a shell's `&` or nohup made this one ignore the signals."""
-    ends = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in ends.items()}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
