@@ -61,14 +61,27 @@ class BuildSettings:
             search_path=env.get("PATH", ""),
             jit=not _BOOLEANS[disable],
             jobs=jobs,
-            schedules=Path(env["FUTRANSFORMER_SCHEDULES"]).expanduser() if env.get("FUTRANSFORMER_SCHEDULES") else None,
+            schedules=_expanded(env["FUTRANSFORMER_SCHEDULES"]) if env.get("FUTRANSFORMER_SCHEDULES") else None,
         )
 
 
 def _cache_root(env: Mapping[str, str]) -> Path:
     if env.get("FUTRANSFORMER_CACHE"):
-        return Path(env["FUTRANSFORMER_CACHE"]).expanduser().absolute()
+        return _expanded(env["FUTRANSFORMER_CACHE"]).absolute()
     # The XDG specification: a relative XDG_CACHE_HOME is invalid and to be ignored.
     xdg = env.get("XDG_CACHE_HOME", "")
-    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
-    return (Path(xdg) if os.path.isabs(xdg) else home / ".cache") / "futransformer"
+    return (Path(xdg) if os.path.isabs(xdg) else _home(env) / ".cache") / "futransformer"
+
+
+def _expanded(path: str) -> Path:
+    """With ~ written out; of a user whom nobody knows it stays, where Path.expanduser raises a bare RuntimeError."""
+    return Path(os.path.expanduser(path))
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    if env.get("HOME"):
+        return Path(env["HOME"]).absolute()
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise InputError("there is no home folder to keep a cache in: set FUTRANSFORMER_CACHE to a folder") from None

@@ -158,6 +158,22 @@ def test_the_figures_of_the_readme_are_those_that_were_measured() -> None:
     assert alone["differing_outside_near_ties"] == together["differing_outside_near_ties"] == 0
 
 
+def test_the_speeds_of_the_readme_are_those_that_were_measured() -> None:
+    readme = (ROOT / "README.md").read_text()
+    prompts, batches = ("4x2048", "1x8192"), (1, 8, 32)
+    for row, subject, cases in (
+        ("a layer of prefill", "prefill_block", [f"8b/bf16/{prompt}/burst" for prompt in prompts]),
+        ("prefill attention", "attention_prefill", [f"8b/bf16/{prompt}/burst" for prompt in prompts]),
+        ("gate and up + SwiGLU", "gateup_swiglu", ["8b/bf16/M=8192/burst"]),
+        ("qkv, o, down", "gemm", [f"8b/{op}/bf16/M=8192/burst" for op in ("qkv", "o", "down")]),
+        ("a layer of decode", "decode_block", [f"8b/bf16/B={batch}/ctx=1024" for batch in batches]),
+    ):
+        content = json.loads((ROOT / f"benchmarks/results/h200/{subject}.json").read_text())
+        measured = {line["case"].removeprefix(f"{subject}/"): line["ratio"] for line in content["rows"]}
+        said = next(line for line in readme.splitlines() if line.startswith(f"| {row}"))
+        assert said.split("|")[-2].strip() == ", ".join(f"{measured[case]:.2f}" for case in cases)
+
+
 def test_the_table_of_models_is_that_of_the_generator() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [

@@ -138,7 +138,7 @@ def _write_text(folder: Path, prompt: str, max_new_tokens: int) -> None:
     (written,) = model.generate(
         [tokens], max_new_tokens, on_token=lambda _, token: print(stream.add(token), end="", flush=True)
     )
-    print(flush=True)
+    print(stream.rest(), flush=True)
     ended = "the answer is complete" if written[-1] in model.config.eos_token_ids else "--max-new-tokens"
     _say(f"\n{len(tokens)} tokens read, {len(written)} written in {time.monotonic() - start:.1f} s (ended by: {ended})")
 

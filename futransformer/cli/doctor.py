@@ -125,6 +125,8 @@ def _checked(name: str, needed_to: str, function: Callable[[BuildSettings], str]
         return Check(name, needed_to, True, function(settings))
     except _MissingError as missing:
         return Check(name, needed_to, False, str(missing), missing.remedy)
+    except OSError as error:
+        return Check(name, needed_to, False, f"cannot be examined: {error}", "correct what the system refuses")
 
 
 def _with_remedy(function: Callable[[BuildSettings], str], remedy: str) -> Callable[[BuildSettings], str]:
@@ -155,7 +157,12 @@ def _nvcc(settings: BuildSettings) -> str:
 
 def _host_compiler(settings: BuildSettings) -> str:
     path = find_host_compiler(settings)
-    asked = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    try:
+        asked = subprocess.run(
+            [path, "-dumpfullversion"], capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise _MissingError(f"{path} does not run: {error.strerror}", INSTALL_HOST_COMPILER) from None
     return f"{asked.stdout.strip() or 'unknown version'} ({path})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from importlib import resources
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
     seconds = time.perf_counter() - start
     if not args.json:
-        print()
+        print(stream.rest())
         return 0
     report = {
         "model": model.config.name,
@@ -125,8 +126,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
-    if args.nll is not None and not args.nll.absolute().parent.is_dir():
-        raise InputError(f"--nll {args.nll}: there is no folder {args.nll.parent}")
+    if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
+        raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
     text_name, text = _read_text(args.text)
     tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
@@ -183,7 +184,7 @@ def model_folder(name: str) -> Path:
         from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli
 
         return prepare_small_model(progress=_say)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         known = f"; {name} is the name of a shape, without weights" if name.lower() in CONFIGS else ""
         raise CheckpointError(

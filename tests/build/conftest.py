@@ -154,7 +154,9 @@ def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Processes that start here can be interrupted, also where a shell's `&` or nohup made this one ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Processes that start here can be ended, also where a shell's `&` or nohup made this one ignore the signals."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
