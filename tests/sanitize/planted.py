@@ -37,9 +37,9 @@ class Fault:
     required: bool
 
 
-# Required is what the tool was seen to find (2025.3.1, H200). The others show how far it understands what Hopper added,
-# bulk copies and transaction barriers, and threads that stay away from a barrier: what it does not see there it does not
-# see in our kernels either.
+# Required is what the tool was seen to find (2025.3.1, H200). The others show how far it understands bulk copies,
+# transaction barriers, and threads that stay away from a barrier: what it does not see there it does not see in our
+# kernels either.
 FAULTS = (
     Fault("write_past_end", "memcheck", required=True),
     Fault("copy_past_end", "memcheck", required=False),
