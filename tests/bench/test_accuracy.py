@@ -44,7 +44,7 @@ def exact(tiny_base_model: Path) -> Llama:
 def test_each_row_compares_the_same_windows(rounding: Llama, exact: Llama) -> None:
     rows = accuracy.perplexity_rows(exact, rounding, exact, TOKENS, "tiny")
     assert rows[0]["case"] == f"perplexity/tiny/bf16/through=prefill/ctx={CONTEXT}/windows=33"
-    counts = [(33, 64), (16, 1), (16, 4), (16, 8), (32, 32)]
+    counts = [(33, 8), (33, 64), (16, 1), (16, 4), (16, 8), (32, 32)]
     decode = f"perplexity/tiny/bf16/through=decode/ctx={CONTEXT}"
     assert [row["case"] for row in rows[1:]] == [f"{decode}/windows={count}/B={batch}" for count, batch in counts]
     for row, (windows, _) in zip(rows, [(33, 0), *counts], strict=True):
@@ -57,6 +57,9 @@ def test_each_row_compares_the_same_windows(rounding: Llama, exact: Llama) -> No
     for row in rows[1:]:
         assert row["rivals"]["prefill"] == pytest.approx(row["ours"], rel=1e-4)
         assert row["nll_minus_prefill"]["deviation"] < 1e-3
+    four = score(exact, TOKENS, context=CONTEXT, windows=4).perplexity
+    for row in rows[3:]:
+        assert row["first_four_windows"] == {name: pytest.approx(four, rel=1e-4) for name in ("ours", "prefill")}
     floor, off = rows[0]["noise_floor_reference_minus_float32"], rows[0]["nll_minus_reference"]
     assert off["mean"] == pytest.approx(-floor["mean"])
     assert off["deviation"] == pytest.approx(floor["deviation"])
