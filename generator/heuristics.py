@@ -9,7 +9,7 @@ from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .schedules import ScheduleTable, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
-from .specs.base import HALF_SHARED_BYTES, MAX_SHARED_BYTES
+from .specs.base import MAX_SHARED_BYTES, shared_share
 from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
@@ -22,6 +22,10 @@ MIN_ROW_TILES = 4  # of a cluster: x from L2 is then at most as many bytes as th
 MIN_STAGES = 3  # one being read, two on their way
 MAX_STAGES = 8
 MAX_STAGE_K = 512
+FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
+FEW_STAGES = 4
+FEW_BLOCKS = 3 * _MULTIPROCESSORS
+FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 
 # Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
 _RING_BYTES = MAX_SHARED_BYTES - 1024
@@ -123,14 +127,15 @@ def decode_gemm_spec(
 ) -> DecodeGemmSpec:
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
-    Where N is small, one block a multiprocessor: up to 8 sequences of one to three row tiles and all of K, and the next
-    kernel starts with this one, for the ring that it fills is its whole work; with more sequences a cluster of two or
-    four blocks shares at least four row tiles and splits K, and so reads less of x. Where N is large, see ``_wide``.
+    Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
+    row tiles and splits K, and so reads less of x; where N is large, see ``_wide``.
     """
+    if batch_tile == 8:
+        return _few(op, n, k, precision, heads)
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
     row_tiles = _wide(tiles, batch_tile) or narrow
-    if batch_tile >= 16 and row_tiles < MIN_ROW_TILES:
+    if row_tiles < MIN_ROW_TILES:
         blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
             split_k, row_tiles = blocks, blocks * row_tiles
@@ -154,16 +159,32 @@ def decode_gemm_spec(
         stages,
         stage_k,
         heads,
-        early_next=batch_tile == 8 and row_tiles < MIN_ROW_TILES,
     )
+
+
+def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
+    """Up to 8 sequences: small blocks, of which three share a multiprocessor, so that one starts while another ends.
+
+    One row tile where all blocks run at once and K is short: a block is then little more than its start and end, and
+    more of them hide more (8B at one sequence: o 8.7 us, of two tiles 9.3; qkv 12.6 and 12.8). Else two, which read
+    half as much of x (down 28.6 us, of one tile 32.1; in a block of eight sequences gate_up costs 6 us more of one).
+    Where all blocks run at once the next kernel starts with this one; it would otherwise take the places of the last
+    blocks, and has to wait until a ring is left to load (8B, a layer at eight sequences: 117.8 us, at once 120.0).
+    """
+    tiles = n // ROW_TILE
+    one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
+    row_tiles = 1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2
+    stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * precision.decode.bits)
+    stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
+    next_at = "start" if tiles // row_tiles <= FEW_BLOCKS else "lead"
+    return DecodeGemmSpec(op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, next_at)
 
 
 def _wide(tiles: int, batch_tile: int) -> int | None:
     """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
 
-    Up to 8 sequences x is little, and fewer tiles make longer copies: one thread issues a copy in about 48 ns, in
-    which a multiprocessor takes in 1.6 KB. With more sequences more tiles share x; up to 32, more than 8 would leave
-    copies of 2 KB.
+    Many tiles share x, but one thread issues a copy in about 48 ns, in which a multiprocessor takes in 1.6 KB: up to 32
+    sequences, more than 8 tiles would leave copies of 2 KB.
     """
     most = 8 if batch_tile <= 32 else 14
     fitting = [r for r in range(MIN_ROW_TILES, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
@@ -171,7 +192,7 @@ def _wide(tiles: int, batch_tile: int) -> int | None:
     def busiest(row_tiles: int) -> tuple[int, int]:
         """Row tiles of the multiprocessor that has most."""
         share = -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
-        return share, row_tiles if batch_tile == 8 else -row_tiles
+        return share, -row_tiles
 
     return min(fitting, key=busiest, default=None)
 
@@ -184,7 +205,7 @@ def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits:
     """
     step_k = max(32, 256 // bits) * warp_split
     step_bytes = step_k * (ROW_TILE * row_tiles * bits + 16 * batch_tile) // 8 + 16
-    half = HALF_SHARED_BYTES - 32 * batch_tile
+    half = shared_share(2)
     least = 1 if batch_tile <= 32 else 2
     steps = max(least, min(half // (MIN_STAGES * step_bytes), MAX_STAGE_K // step_k))
     steps = 1 << steps.bit_length() - 1
@@ -198,5 +219,8 @@ def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefi
 
 
 def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecodeSpec:
-    """Four warps share a page of 64 tokens, sixteen each; three stages of K and V keep the memory pipe full."""
-    return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=3)
+    """Four warps share a page of 64 tokens, sixteen each; three stages of K and V keep the memory pipe full.
+
+    The next kernel starts with it (8B, a layer: 0.4 us less at 32 sequences and 0.8 at eight, the same at one).
+    """
+    return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=3, early_next=True)

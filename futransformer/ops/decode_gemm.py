@@ -52,5 +52,6 @@ class DecodeGemm:
                 name: value[rows] if isinstance(value, Tensor) and name in ROW_ARGUMENTS else value
                 for name, value in arguments.items()
             }
-            part["x"] = tensor_map_column_groups(x[rows], spec.x_box)
+            if spec.x_in_ring:
+                part["x"] = tensor_map_column_groups(x[rows], spec.x_box)
             kernel.launch((spec.blocks, 1, 1), m=rows.stop - rows.start, **part)

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
-
-SM_SHARED_BYTES = 233_472  # shared memory of an sm_90 multiprocessor (228 KiB)
-BLOCK_RESERVED_BYTES = 1024  # of which the system takes this for every block
+from .base import (
+    BLOCK_RESERVED_BYTES,
+    MAX_SHARED_BYTES,
+    PAGE_SIZE,
+    SM_SHARED_BYTES,
+    Heads,
+    KernelSpec,
+    Param,
+    pointer,
+)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,14 @@ from ..errors import UnsupportedError
 
 PAGE_SIZE = 64  # tokens a KV-cache page holds
 MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
-HALF_SHARED_BYTES = 115_712  # with which two blocks share a multiprocessor (228 KiB, of which each costs 1 KiB more)
+SM_SHARED_BYTES = 233_472  # shared memory of an sm_90 multiprocessor (228 KiB)
+BLOCK_RESERVED_BYTES = 1024  # of which the system takes this for every block
 ABI_VERSION = 1  # raised whenever the meaning of a parameter or a packed layout changes
+
+
+def shared_share(blocks: int) -> int:
+    """Bytes of shared memory with which this many blocks share a multiprocessor."""
+    return SM_SHARED_BYTES // blocks - BLOCK_RESERVED_BYTES
 
 
 @dataclass(frozen=True)

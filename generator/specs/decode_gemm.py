@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import EPILOGUES, HALF_SHARED_BYTES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer
+from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
 
 ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
 _GROUP_K = 32  # k that 16 bytes of activations a lane cover: the least a warp advances by
 _ACTIVATION_BYTES = 2
-_ROW_STATE_BYTES = 32  # what the epilogue keeps of a row in shared memory
 _SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
 _REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
@@ -24,13 +23,14 @@ class DecodeGemmSpec(KernelSpec):
     """One decode GEMM for up to ``batch_tile`` sequences; ``n`` and ``k`` as in GemmSpec.
 
     A cluster of ``split_k`` blocks owns ``row_tiles`` tiles of 16 output columns, each block an equal slice of K. One
-    warp streams weights and activations through a ring of ``stages`` stages of ``stage_k`` k; ``warp_rows`` x
-    ``warp_split`` more warps share a stage by row tiles and by k. The sums of all warps and blocks are added in a fixed
-    order. ``early_next`` lets the next kernel start when this one does, else when its last load has been issued.
+    warp streams weights through a ring of ``stages`` stages of ``stage_k`` k, above eight sequences with the
+    activations beside them; ``warp_rows`` x ``warp_split`` more warps share a stage by row tiles and by k. The sums of
+    all warps and blocks are added in a fixed order. ``next_at`` says when the next kernel may start: at this one's
+    ``start``, at its ``end`` (with the last load), or with a ring of stages to go (``lead``).
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "UTMALDG.3D", "LDS.128", "ACQBULK")
+    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -45,7 +45,7 @@ class DecodeGemmSpec(KernelSpec):
     stages: int
     stage_k: int
     heads: Heads | None = None
-    early_next: bool = False
+    next_at: str = "end"
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
@@ -66,6 +66,7 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.stage_k % step == 0, f"stage_k must be a multiple of {step}, one step of every warp")
         self.require(self.stage_k <= _MAX_BOX * _GROUP_K, f"stage_k must not exceed {_MAX_BOX * _GROUP_K}")
         self.require(self.stages >= 2, "a ring needs two stages")
+        self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -100,6 +101,11 @@ class DecodeGemmSpec(KernelSpec):
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
     @property
+    def x_in_ring(self) -> bool:
+        """Whether x comes through a tensor map and the ring, not straight from memory to each lane."""
+        return self.batch_tile > 8
+
+    @property
     def x_box(self) -> tuple[int, int, int]:
         """Box of the tensor map of x, seen as [K / 32, rows, 32]."""
         return (self.stage_k // _GROUP_K, self.batch_tile, _GROUP_K)
@@ -113,10 +119,9 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
-        early = "_early" if self.early_next else ""
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
-            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}{early}"
+            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_{self.next_at}"
             f"_{'_'.join(self.epilogue)}"
         )
 
@@ -124,7 +129,7 @@ class DecodeGemmSpec(KernelSpec):
     def params(self) -> tuple[Param, ...]:
         """See KernelSpec.params."""
         return (
-            Param("x", "tensor_map"),
+            Param("x", "tensor_map") if self.x_in_ring else pointer("x", "const cutlass::bfloat16_t"),
             pointer("weight", "const void"),
             Param("m", "int32"),
             *epilogue_params(self.epilogue),
@@ -137,21 +142,25 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; the rows' state."""
+        """The ring, later the partial sums (four floats of padding a row); two barriers a stage."""
         weights = self.stage_k * self.block_rows * self.element.bits // 8
-        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES)
+        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16 + self.batch_tile * _ROW_STATE_BYTES
+        return max(ring, partial) + self.stages * 16
 
     @property
     def blocks_per_sm(self) -> int:
-        """Two where they fit: the next kernel's first blocks then fill their rings while this one's still work."""
+        """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
-        activations = self.batch_tile // 8 * self.step_k // 8
+        activations = self.batch_tile // 8 * self.step_k // 8 if self.x_in_ring else 16
         weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
-        warps = -(-2 * (self.warps + 1) // _SCHEDULERS)  # of both blocks, on the fullest scheduler
-        return 2 if warps * registers <= _REGISTERS and self.shared_bytes <= HALF_SHARED_BYTES else 1
+
+        def fit(blocks: int) -> bool:
+            warps = -(-blocks * (self.warps + 1) // _SCHEDULERS)  # on the fullest scheduler
+            return warps * registers <= _REGISTERS and self.shared_bytes <= shared_share(blocks)
+
+        return next((blocks for blocks in ((2,) if self.x_in_ring else (3, 2)) if fit(blocks)), 1)
 
     @property
     def sumsq_parts(self) -> int:

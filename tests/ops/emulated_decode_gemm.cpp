@@ -18,15 +18,17 @@ struct StoreScaled {
   float* out;           // [rows, columns]
   float* sums;          // [rows, parts]
 
-  template <int Lanes>
+  template <int Lanes, int>
   Row begin(int row, bool valid) const {
     return {valid ? scales[row] : NAN, 0.f};
   }
-  void apply(Row& state, int row, int column, float (&values)[8]) const {
+  using Operands = float;
+  float load(Row const& state, int, int) const { return state.scale; }
+  void apply(Row& state, float scale, int row, int column, float (&values)[8]) const {
     for (int i = 0; i < 8; ++i) {
       float& target = out[row * columns + column + i];
       emulator::expect(std::isnan(target), "a result was written twice");
-      target = values[i] * state.scale;
+      target = values[i] * scale;
       state.sum += target;
     }
   }
@@ -37,12 +39,14 @@ struct StoreScaled {
   }
 };
 
+using futransformer::NextAt;
 static int failures = 0;
 
-template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK>
+template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
+          NextAt Next = NextAt::End>
 void check(int m) {
   using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, false>;
+                                         Stages, StageK, Next>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
@@ -63,9 +67,10 @@ void check(int m) {
   for (int i = 0; i < m * K; ++i) x[i / 8].element[i % 8] = to_bf16(normal(random));
   for (float& scale : scales) scale = normal(random);
 
-  CUtensorMap const map{x[0].element, m, K, BatchTile, 32, StageK / 32};
+  CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
+  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x.data());
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
-  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(&map, weight.data(), m, epilogue); }, Cluster);
+  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
 
   double worst = 0;
   for (int row = 0; row < m; ++row) {
@@ -105,5 +110,9 @@ int main() {
   check<128, 704, 32, 4, 2, 2, 2, 4, 64>(17);    // a cluster of two whose slices end in short stages
   check<128, 512, 64, 8, 4, 1, 4, 5, 32>(64);    // more stages than a slice has
   check<64, 256, 8, 2, 1, 1, 2, 2, 64>(1);
+  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
+  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, NextAt::Start>(5);  // the last round of stages and the last stage both short
+  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
+  check<64, 256, 8, 1, 1, 8, 1, 2, 512>(6);                  // one stage, less than lanes ask for ahead
   return failures;
 }

@@ -264,7 +264,10 @@ def test_the_smallest_tile_that_fits_runs(rows: int, tile: int) -> None:
     grid, arguments = kernels[tile].launches[0]
     assert grid == (kernels[tile].spec.blocks, 1, 1)
     assert arguments["m"] == rows
-    assert arguments["x"].box == kernels[tile].spec.x_box
+    if tile == 8:  # its lanes read x themselves
+        assert arguments["x"].data_ptr() == x.data_ptr()
+    else:
+        assert arguments["x"].box == kernels[tile].spec.x_box
     assert sumsq_out.shape[1] == kernels[tile].spec.sumsq_parts
 
 
@@ -327,6 +330,7 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
         ({"split_k": 4}, "row_tiles must divide among"),
         ({"stage_k": 96}, "stage_k must be a multiple of 64"),
         ({"stages": 1}, "two stages"),
+        ({"next_at": "late"}, "next_at must be start, lead or end"),
         ({"stages": 64}, "shared memory"),
         ({"heads": Heads(9, 3, 64)}, "heads"),
     ],
@@ -347,7 +351,7 @@ def test_machine_code(precision: str) -> None:
     spec = make_plan(load_config("smollm2-135m"), precision).decode["down"][16]
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
-    for instruction in (*spec.instructions, "LDG.E.128"):
+    for instruction in (*spec.instructions, "UTMALDG.3D", "LDG.E.128"):
         assert occurrences(counts, instruction), f"no {instruction}"
     for instruction in ("LDL", "STL"):
         assert not occurrences(counts, instruction), instruction
@@ -356,4 +360,4 @@ def test_machine_code(precision: str) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment", "cluster").count("allowed error\n") == 8
+    assert emulate("decode_gemm", "fragment", "cluster").count("allowed error\n") == 12

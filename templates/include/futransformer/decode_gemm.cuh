@@ -1,19 +1,25 @@
 // Decode GEMM: out = epilogue(x W^T) for at most BatchTile sequences. Bound by reading W once.
 //
-//   x       bf16 [m, K] row-major, read through a tensor map of [K / 32, m, 32], boxes of [StageK / 32, BatchTile, 32]:
-//           rows from m on arrive as zeros
+//   x       bf16 [m, K] row-major; above eight sequences read through a tensor map of [K / 32, m, 32], boxes of
+//           [StageK / 32, BatchTile, 32]: rows from m on arrive as zeros
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
-// streams the slice through a ring of Stages stages of StageK k, weights and activations side by side, so that memory
-// is busy whatever the other warps do. WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp
-// owns RowTiles / WarpRows row tiles and every WarpSplit-th step of a stage's k. The partial sums of warps and blocks
-// meet in shared memory and are added in a fixed order, block by block, warp by warp; each block of the cluster
-// finishes its share of the columns. No result depends on timing, nor on what the other sequences of the batch hold.
+// streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
+// WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
+// every WarpSplit-th step of a stage's k. The partial sums of warps and blocks meet in shared memory and are added in a
+// fixed order, block by block, warp by warp; each block of the cluster finishes its share of the columns. No result
+// depends on timing, nor on what the other sequences of the batch hold.
+//
+// x comes in one of two ways. Up to eight sequences every lane loads its own share from L2, a few stages ahead: a warp
+// with all row tiles of the block to itself then needs each element once. With more sequences x travels in the ring,
+// beside the weights of the same k, so that any number of warps may share it.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
 #pragma once
+
+#include <type_traits>
 
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -29,8 +35,11 @@
 
 namespace futransformer {
 
+// When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
+enum class NextAt { Start, Lead, End };
+
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, bool EarlyNext>
+          int StageK, NextAt Next>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -53,7 +62,12 @@ struct DecodeGemm {
   static constexpr int kChunkBytes = StageK / kLoadK * kWarpLoadBytes;  // a stage's share of one row tile
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
-  static constexpr int kXBytes = kStageGroups * BatchTile * kGroupLoads * kLoadBytes;
+
+  static constexpr bool kXInRing = BatchTile > kTileBatch;
+  static constexpr int kXBytes = kXInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;  // of a stage
+  // Stages whose activations a lane asks for ahead of their weights: four loads.
+  static constexpr int kXAhead = kXInRing || kSteps > 4 ? 1 : 4 / kSteps;
+  using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
 
   // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
   static constexpr int kColumns = RowTiles * kTileRows;
@@ -75,12 +89,16 @@ struct DecodeGemm {
     return lanes;
   }();
 
-  struct Stage {
+  // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
+  static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
+
+  struct StageWeights {
     unsigned char weight[RowTiles][kChunkBytes];
+  };
+  struct StageBoth : StageWeights {
     Words x[kStageGroups][BatchTile][kGroupLoads];
   };
-
-  static constexpr int kRowStateBytes = 32;
+  using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
 
   // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
   struct Shared {
@@ -90,7 +108,6 @@ struct DecodeGemm {
     };
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all consumer warps have read it
-    alignas(16) unsigned char rows[BatchTile][kRowStateBytes];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
 
@@ -110,7 +127,7 @@ struct DecodeGemm {
   using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
 
   template <class Epilogue>
-  CUTLASS_DEVICE static void run(CUtensorMap const* x, void const* weight, int m, Epilogue const& epilogue) {
+  CUTLASS_DEVICE static void run(X x, void const* weight, int m, Epilogue const& epilogue) {
     extern __shared__ __align__(128) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
@@ -126,28 +143,38 @@ struct DecodeGemm {
     }
     __syncthreads();
 
+    // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
+    constexpr int kWidth = Epilogue::kWidth;
+    constexpr int kVectors = kOwnColumns / kWidth;
+    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
+    int const row = threadIdx.x / kRowLanes;
+    int vector = threadIdx.x % kRowLanes;
+    bool const is_row = row < m;
+    auto const column = [](int vector) { return (int(blockIdx.x) * kVectors + vector) * 8; };
+    typename Epilogue::Row state = {};
+    typename Epilogue::Operands operands = {};
+
     Sums sums = {};
     if (is_producer) {
       if (lane == 0) stream(shared, x, static_cast<unsigned char const*>(weight));
     } else {
-      multiply(shared, warp, lane, sums, [&] { begin_rows(shared, m, warp, lane, epilogue); });
+      multiply(shared, x, m, warp, lane, sums, [&] {
+        wait_for_previous_kernel();
+        state = epilogue.template begin<kRowLanes, kRowLoads>(row, is_row);
+        if (is_row && vector < kVectors) operands = epilogue.load(state, row, column(vector));
+      });
     }
 
     __syncthreads();  // the ring has been read to its end: its memory is free
     if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
     sync_cluster<Cluster>();
 
-    int const row = threadIdx.x / kRowLanes;
-    bool const is_row = row < m && row < BatchTile;
-    using Row = typename Epilogue::Row;
-    Row state = *reinterpret_cast<Row const*>(shared.rows[is_row ? row : 0]);
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kVectors = kOwnColumns / kWidth;
-    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
-    for (int vector = threadIdx.x % kRowLanes; is_row && vector < kVectors; vector += kRowLanes) {
+    while (is_row && vector < kVectors) {
       float values[kWidth];
       add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
-      epilogue.apply(state, row, (int(blockIdx.x) * kVectors + vector) * 8, values);
+      epilogue.apply(state, operands, row, column(vector), values);
+      vector += kRowLanes;
+      if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
     if constexpr (Cluster > 1) sync_cluster<Cluster>();  // nobody reads this block's sums any more
@@ -156,27 +183,30 @@ struct DecodeGemm {
  private:
   CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
 
-  // One thread: the block's slice of its row tiles and of x, at most Stages ahead of the consumers.
-  CUTLASS_DEVICE static void stream(Shared& shared, CUtensorMap const* x, unsigned char const* weight) {
-    cute::prefetch_tma_descriptor(x);
-    if constexpr (EarlyNext) allow_next_kernel();
+  // One thread: the block's slice of its row tiles, and of x if it goes this way, at most Stages ahead of the consumers.
+  CUTLASS_DEVICE static void stream(Shared& shared, X x, unsigned char const* weight) {
+    if constexpr (kXInRing) cute::prefetch_tma_descriptor(x);
+    if constexpr (Next == NextAt::Start) allow_next_kernel();
     unsigned char const* tiles =
         weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
     // Nothing is unrolled: code that runs once is fetched once, and slowly.
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, tiles);
     wait_for_previous_kernel();
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
+    if constexpr (kXInRing) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
+    }
+    constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
+      if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
       wait(shared.empty[cursor.slot], cursor.parity);
       load_weights(shared, cursor.slot, stage, tiles);
-      load_x(shared, cursor.slot, stage, x);
+      if constexpr (kXInRing) load_x(shared, cursor.slot, stage, x);
     }
-    // Only now, by default: the next kernel's first weights queue behind the last of ours.
-    if constexpr (!EarlyNext) allow_next_kernel();
+    if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
   }
 
   CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, unsigned char const* tiles) {
@@ -196,54 +226,84 @@ struct DecodeGemm {
                                  rank() * (kSliceK / kGroupK) + stage * kStageGroups);
   }
 
-  // What the epilogue keeps of each row, fetched by one warp a row.
-  template <class Epilogue>
-  CUTLASS_DEVICE static void begin_rows(Shared& shared, int m, int warp, int lane, Epilogue const& epilogue) {
-    using Row = typename Epilogue::Row;
-    static_assert(sizeof(Row) <= kRowStateBytes);
-    wait_for_previous_kernel();
-    for (int row = warp; row < m; row += kConsumers) {
-      Row const state = epilogue.template begin<kLanes>(row, true);
-      if (lane == 0) *reinterpret_cast<Row*>(shared.rows[row]) = state;
-    }
-  }
+  using Operand = Words[kStepGroups][kBatchTiles];  // a lane's activations of one step
 
-  // `between` runs once the stages that came ahead of the activations are multiplied: their slots are being refilled
-  // then, so what it waits for delays nobody.
+  // `between` runs once the stages that were filled ahead are multiplied: their slots are being refilled then, so what
+  // it waits for delays nobody.
   template <class Between>
-  CUTLASS_DEVICE static void multiply(Shared& shared, int warp, int lane, Sums& sums, Between const& between) {
+  CUTLASS_DEVICE static void multiply(Shared& shared, X x, int m, int warp, int lane, Sums& sums,
+                                      Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
+    Operand operands[kXAhead][kSteps];  // stage s lies in operands[s % kXAhead]
+    if constexpr (!kXInRing) {
+      wait_for_previous_kernel();
+      CUTLASS_PRAGMA_UNROLL
+      for (int stage = 0; stage < kXAhead; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
+    }
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {
-      wait(shared.full[cursor.slot], cursor.parity);
-      // Only now is the stage before given back: its products have been issued, so its loads have returned. Right behind
-      // the loads, an arrival overtakes those that still queue, and the producer overwrites what they are about to
-      // read. Nobody waits for the last stages.
-      if (stage > 0 && lane == 0) shared.empty[read].arrive();
-      read = cursor.slot;
-      // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
+    for (int first = 0; first < kNumStages; first += kXAhead) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSteps; ++i) {
-        int const step = i * WarpSplit + split;
-        if (inside(stage * StageK + step * kStepK)) multiply_step(shared.ring[cursor.slot], first_tile, step, lane, sums);
+      for (int turn = 0; turn < kXAhead; ++turn, cursor.advance()) {
+        int const stage = first + turn;
+        if (kNumStages % kXAhead != 0 && stage >= kNumStages) break;
+        wait(shared.full[cursor.slot], cursor.parity);
+        // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
+        // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
+        // about to read. Nobody waits for the last stages.
+        if (stage > 0 && lane == 0) shared.empty[read].arrive();
+        read = cursor.slot;
+        // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSteps; ++i) {
+          int const step = i * WarpSplit + split;
+          if (inside(stage * StageK + step * kStepK)) {
+            if constexpr (kXInRing) read_x(shared.ring[cursor.slot], step, lane, operands[turn][i]);
+            multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
+          }
+        }
+        if constexpr (!kXInRing) load_x(x, m, stage + kXAhead, split, lane, operands[turn]);
       }
-      if (stage == kAhead - 1) between();
+      if (first == (kAhead - 1) / kXAhead * kXAhead) between();
     }
   }
 
-  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Sums& sums) {
-    Words x[kStepGroups][kBatchTiles];
+  // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
+  CUTLASS_DEVICE static void read_x(Stage const& stage, int step, int lane, Operand& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kStepGroups; ++group) {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
-        // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
         x[group][batch] = (&stage.x[step * kStepGroups + group][batch * kTileBatch][0])[lane];
       }
     }
+  }
+
+  // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
+  CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int split, int lane, Operand (&steps)[kSteps]) {
+    bf16 const* const slice = x + rank() * kSliceK + ActivationFragment::k(lane);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      int const k = stage * StageK + (i * WarpSplit + split) * kStepK;
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kStepGroups; ++group) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int batch = 0; batch < kBatchTiles; ++batch) {
+          int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
+          Words words = {};
+          if (k < kSliceK && row < m) {
+            words = *reinterpret_cast<Words const*>(slice + size_t(row) * K + k + group * kGroupK);
+          }
+          steps[i][group][batch] = words;
+        }
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand const& x,
+                                           Sums& sums) {
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kWarpTiles; ++tile) {
       Words packed[kStepLoads];

@@ -28,7 +28,7 @@ struct Operation {
   using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Nothing begin(int, bool) const {
     return {};
   }
@@ -53,18 +53,24 @@ struct RowScale : Operation {
 
   CUTLASS_DEVICE RowScale(float const* sums, int count, float epsilon) : sumsq(sums), parts(count), eps(epsilon) {}
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
     float sum = 0.f;
     if (valid) {
       float const* const sums = sumsq + size_t(row) * parts;
       int const lane = threadIdx.x % Lanes;
-      // Not unrolled: beside 192 accumulators there is no room for more loads than one.
       if (parts % 4 == 0) {  // every row is aligned: a quarter of the loads, and of the waits for them
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int part = 4 * lane; part < parts; part += 4 * Lanes) {
-          float4 const four = *reinterpret_cast<float4 const*>(sums + part);
-          sum += (four.x + four.y) + (four.z + four.w);
+        for (int first = 4 * lane; first < parts; first += 4 * Lanes * Loads) {
+          float4 fours[Loads];
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < Loads; ++i) {
+            int const part = first + 4 * Lanes * i;
+            fours[i] = {0.f, 0.f, 0.f, 0.f};
+            if (part < parts) fours[i] = *reinterpret_cast<float4 const*>(sums + part);
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < Loads; ++i) sum += (fours[i].x + fours[i].y) + (fours[i].z + fours[i].w);
         }
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
@@ -95,7 +101,7 @@ struct Rope : Operation {
 
   CUTLASS_DEVICE Rope(float const* angles, int const* of_rows) : table(angles), positions(of_rows) {}
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
     return {valid ? positions[row] : 0};
   }
@@ -143,7 +149,7 @@ struct ScatterKv : Operation {
   CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
       : q(queries), k_pages(keys), v_pages(values), slots(of_rows) {}
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
     long long const slot = valid ? slots[row] : -1;
     return {slot < 0 ? -1 : int(slot)};
@@ -218,7 +224,7 @@ struct StoreSumSquares : Operation {
 
   CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : out(target), sumsq_out(sums) {}
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int, bool) const {
     return {0.f};
   }
@@ -277,9 +283,11 @@ struct Chain<First, Rest...> {
 
   CUTLASS_DEVICE explicit Chain(First head, Rest... tail) : first(head), rest(tail...) {}
 
-  template <int Lanes>
+  template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    return {first.template begin<Lanes>(row, valid), rest.template begin<Lanes>(row, valid)};
+    // The rest first: RowScale waits for its loads, and theirs can be on their way by then.
+    auto const state = rest.template begin<Lanes, Loads>(row, valid);
+    return {first.template begin<Lanes, Loads>(row, valid), state};
   }
   CUTLASS_DEVICE Operands load(Row const& state, int row, int column) const {
     return {first.load(state.first, row, column), rest.load(state.rest, row, column)};
