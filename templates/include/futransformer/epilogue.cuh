@@ -27,6 +27,8 @@ struct Operation {
   using Row = Nothing;
   using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
+  static constexpr int kOperands = 0;  // registers that Operands take
+  static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
 
   template <int Lanes>
   CUTLASS_DEVICE Nothing begin(int, bool) const {
@@ -80,12 +82,20 @@ struct RowScale : Operation {
   }
 };
 
+// The head that a column belongs to. Q, K and V are whole heads; a test of the head rather than of the column lets the
+// compiler see that a prefill warp, whose columns are 32, agrees.
+template <int HeadDim>
+CUTLASS_DEVICE int head_of(int column) {
+  return int(unsigned(column) / HeadDim);
+}
+
 // Rotate Q and K. Their features stand in pair order, so columns 2i and 2i + 1 are one rotation pair.
 template <int QFeatures, int KFeatures, int HeadDim>
 struct Rope : Operation {
   float const* table;    // [positions, HeadDim / 2, (cos, sin)]
   int const* positions;  // [rows]
 
+  static constexpr int kOperands = 8, kPeriod = HeadDim;
   struct Row {
     int position;
   };
@@ -101,7 +111,7 @@ struct Rope : Operation {
   }
   CUTLASS_DEVICE Operands load(Row const& state, int, int column) const {
     Operands operands = {};
-    if (column < QFeatures + KFeatures) {
+    if (rotates(column)) {
       float const* const of_position = table + size_t(state.position) * HeadDim;
       float4 const* angles = reinterpret_cast<float4 const*>(of_position + column % HeadDim);
       operands.angles[0] = __ldg(angles);
@@ -110,7 +120,7 @@ struct Rope : Operation {
     return operands;
   }
   CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, int column, float (&values)[8]) const {
-    if (column >= QFeatures + KFeatures) return;
+    if (!rotates(column)) return;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float4 const two = operands.angles[i];
@@ -120,6 +130,8 @@ struct Rope : Operation {
   }
 
  private:
+  CUTLASS_DEVICE static bool rotates(int column) { return head_of<HeadDim>(column) < (QFeatures + KFeatures) / HeadDim; }
+
   CUTLASS_DEVICE static void rotate(float& first, float& second, float cosine, float sine) {
     float const rotated = first * cosine - second * sine;
     second = second * cosine + first * sine;
@@ -135,7 +147,6 @@ struct ScatterKv : Operation {
   bf16* v_pages;
   long long const* slots;  // [rows]; negative: no K and V are written
 
-  static constexpr int kKvFeatures = KVHeads * HeadDim;
   struct Row {
     int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
@@ -149,15 +160,16 @@ struct ScatterKv : Operation {
     return {slot < 0 ? -1 : int(slot)};
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
-    if (column < QFeatures) {
-      store_bf16x8(q + size_t(row) * QFeatures + column, values);
-    } else if (state.slot >= 0) {
-      bool const is_k = column < QFeatures + kKvFeatures;
-      int const feature = column - QFeatures - (is_k ? 0 : kKvFeatures);
-      int const head = state.slot / PageSize * KVHeads + feature / HeadDim;
+    int const kv_head = head_of<HeadDim>(column) - QFeatures / HeadDim;
+    bf16* target = q + size_t(row) * QFeatures + column;
+    if (kv_head >= 0) {
+      if (state.slot < 0) return;
+      bool const is_k = kv_head < KVHeads;
+      int const head = state.slot / PageSize * KVHeads + kv_head - (is_k ? 0 : KVHeads);
       size_t const token = size_t(head) * PageSize + state.slot % PageSize;
-      store_bf16x8((is_k ? k_pages : v_pages) + token * HeadDim + feature % HeadDim, values);
+      target = (is_k ? k_pages : v_pages) + token * HeadDim + column % HeadDim;
     }
+    store_bf16x8(target, values);
   }
 };
 
@@ -166,6 +178,7 @@ template <int Columns>
 struct Residual : Operation {
   bf16 const* residual;  // [rows, Columns]
 
+  static constexpr int kOperands = 4, kPeriod = Columns;
   struct Operands {
     uint4 added;
   };
@@ -265,6 +278,10 @@ struct Chain<First, Rest...> {
 
   // Accumulator columns that become eight output columns.
   static constexpr int kWidth = (First::kHalvesColumns ? 2 : 1) * Chain<Rest...>::kWidth;
+
+  static constexpr int kOperands = First::kOperands + Chain<Rest...>::kOperands;
+  static constexpr int kPeriod = First::kPeriod > Chain<Rest...>::kPeriod ? First::kPeriod : Chain<Rest...>::kPeriod;
+  static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
 
   struct Row {
     typename First::Row first;

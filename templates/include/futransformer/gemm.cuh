@@ -27,7 +27,7 @@
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "barrier.cuh"
-#include "epilogue.cuh"
+#include "tile_epilogue.cuh"
 #include "tile_order.cuh"
 
 namespace futransformer {
@@ -56,8 +56,8 @@ struct Gemm {
 
   // Registers a thread: the launch of 384 threads allocates 168 each; the producer's share goes to the accumulators.
   static constexpr bool kReallocate = kConsumers == 2;
-  static constexpr int kProducerRegisters = kAccumulators > 160 ? 24 : 40;
-  static constexpr int kConsumerRegisters = !kReallocate ? 128 : kAccumulators > 160 ? 240 : 232;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kReallocate || kAccumulators > 64 ? 240 : 128;
 
   static constexpr int kBlocks = Cluster::kM * Cluster::kN * Cluster::kSplits;  // of a cluster
   static constexpr int kSharing = Cluster::kM * Cluster::kN;                    // blocks that multicast to each other
@@ -66,6 +66,7 @@ struct Gemm {
   static constexpr int kClusterTilesN = (kTilesN + Cluster::kN - 1) / Cluster::kN;
   static constexpr int kTilesK = (K + Tile::kK * Cluster::kSplits - 1) / (Tile::kK * Cluster::kSplits);  // a block's
   using Order = TileOrder<kClusterTilesN, Raster>;
+  static constexpr bool kStaggered = !kPingpong && kConsumers == 2 && Cluster::kSplits == 1 && kTilesK >= Stages + 2;
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
@@ -259,6 +260,9 @@ struct Gemm {
     // stage's parity would otherwise be satisfied by the stage's previous round. The turns passed on and taken balance.
     auto const take_turn = [&] { cutlass::arch::NamedBarrier::sync(kConsumerThreads, consumer); };
     auto const pass_turn = [&] { cutlass::arch::NamedBarrier::arrive(kConsumerThreads, 1 - consumer); };
+    // Staggered: the second consumer follows a stage behind the first, so that one's end falls into the other's products.
+    auto const follow = [&] { cutlass::arch::NamedBarrier::sync(kConsumerThreads, 0); };
+    auto const lead = [&] { cutlass::arch::NamedBarrier::arrive(kConsumerThreads, 0); };
     int const first = cluster() + (kPingpong ? consumer * clusters() : 0);
     int const stride = kPingpong ? 2 * clusters() : clusters();
     if constexpr (kPingpong) {
@@ -274,36 +278,47 @@ struct Gemm {
       auto const at = order(tile);
       int const tile_n = at.n * Cluster::kN + rank_n();
       int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + part * kAtoms * 64 + row_of_thread();
-      Rows<Epilogue> rows;
+      Ending<Epilogue> ending(epilogue, row, tile_n, m);
       if constexpr (kPingpong) take_turn();
+      if constexpr (kStaggered) {
+        if (consumer == 1) follow();
+      }
 
       // Two stages are in flight while the rows' values are fetched, and one in the steady state.
       constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
+      constexpr int kLast = kPingpong ? 0 : kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kHead; ++k) multiply();
-      if constexpr (!kPingpong) begin_rows(epilogue, rows, row, m);
       if constexpr (kHead == 2) {
         warpgroup_wait<1>();
         release(2);
       }
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int k = kHead; k < kTilesK; ++k) {
-        multiply();
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(accumulators);
-        release(2);
+      if constexpr (kStaggered) {
+        if (consumer == 0) lead();
       }
+      if constexpr (!kPingpong) ending.begin();
+      auto const advance = [&](int stages) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int k = 0; k < stages; ++k) {
+          multiply();
+          warpgroup_wait<1>();
+          warpgroup_fence_operand(accumulators);
+          release(2);
+        }
+      };
+      advance(kTilesK - kHead - kLast);
       if constexpr (kPingpong) {
         if (tile + clusters() < order.count()) pass_turn();
-        begin_rows(epilogue, rows, row, m);
+        ending.begin();
       }
-      store(epilogue, rows, accumulators, row, tile_n, m, [&] {
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(accumulators);
-        release(1);
-        if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
-      });
+      ending.ask();
+      if constexpr (kLast > 0) advance(kLast);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(accumulators);
+      release(1);
+      if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
+      ending.finish(accumulators);
       if constexpr (kPingpong) position.advance(kTilesK);  // the other consumer's
       if constexpr (Cluster::kSplits == 2) {
         __syncwarp();  // all that was received has been used
@@ -313,28 +328,20 @@ struct Gemm {
     }
   }
 
-  // A thread of a wgmma accumulator holds columns 8 j + 2 (lane % 4) + {0, 1} of two rows, eight apart; of which the
-  // block keeps the rank_k-th where K is split.
+  // A thread of a wgmma accumulator holds two rows, eight apart; of which the block keeps the rank_k-th where K is split.
   static constexpr int kHalves = Cluster::kSplits == 2 ? 1 : 2;
   CUTLASS_DEVICE static int row_of_thread() {
     int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     return thread / 32 * 16 + thread % 32 / 4 + 8 * rank_k();
   }
 
-  // What the epilogue keeps for each row of a thread. A cooperative tile fetches it while its first products are under
-  // way, a pingpong tile when its last are: its end is hidden, and holding the values all along would cost registers.
+  // A cooperative tile fetches its rows' values while its first products are under way and asks for operands
+  // kAskStages before its last; a pingpong tile does both when its last are: its end is hidden, and holding the values
+  // all along would cost registers.
+  static constexpr int kAskStages = 3;  // 3 k clocks of both consumers' products: more than a miss of L2 under load
   template <class Epilogue>
-  using Rows = typename Epilogue::Row[kAtoms * kHalves];
-
-  CUTLASS_DEVICE static int row_offset(int index) { return index / kHalves * 64 + index % kHalves * 8; }
-
-  template <class Epilogue>
-  CUTLASS_DEVICE static void begin_rows(Epilogue const& epilogue, Rows<Epilogue>& rows, int row, int m) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtoms * kHalves; ++i) {
-      rows[i] = epilogue.template begin<4>(row + row_offset(i), row + row_offset(i) < m);
-    }
-  }
+  using Ending = TileEpilogue<Epilogue, kAtoms, kHalves, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
+                              kConsumerRegisters - kAccumulators - 48>;
 
   // Two blocks have multiplied half of K each. Block 0 keeps the first row of each thread's two, block 1 the second:
   // each sends the sums of the other's, and adds what it receives to its own, which become the half 0 of the fragment.
@@ -358,58 +365,6 @@ struct Gemm {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kAccumulators / 2; ++i) {
       accumulators(i / 2 * 4 + i % 2) += shared.exchange[i * kConsumerThreads + thread];
-    }
-  }
-
-  // Hand the accumulators to the epilogue, eight output columns of a row at a time. W's rows were permuted so that 8
-  // (16 for SwiGLU) consecutive accumulators of a thread are eight consecutive output columns. What an operation reads
-  // from memory is asked for kAhead steps early, the first of it before `complete` waits for the sums: nothing else
-  // hides the end of a cooperative tile.
-  template <class Epilogue, class Accumulators, class Complete>
-  CUTLASS_DEVICE static void store(Epilogue const& epilogue, Rows<Epilogue>& rows, Accumulators const& accumulators,
-                                   int row, int tile_n, int m, Complete const& complete) {
-    using Operands = typename Epilogue::Operands;
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kColumns = 4 * kWidth;  // of accumulators, that a quad turns into 32 output columns
-    constexpr int kGroups = Tile::kN / kColumns;
-    constexpr int kSteps = kAtoms * kHalves * kGroups;
-    constexpr int kSpare = (kConsumerRegisters - kAccumulators - 48) * 4 / int(sizeof(Operands));
-    constexpr int kAhead = kSpare < 1 ? 1 : kSpare > 8 ? 8 : kSpare;
-
-    auto const row_at = [&](int step) { return row + row_offset(step / kGroups); };
-    auto const first_column = [&](int step) { return tile_n * Tile::kN + step % kGroups * kColumns; };
-    auto const column_at = [&](int step) { return first_column(step) * 8 / kWidth + 8 * (threadIdx.x % 4); };
-    auto const valid = [&](int step) {
-      return row_at(step) < m && (N % (Tile::kN * Cluster::kN) == 0 || first_column(step) < N);
-    };
-
-    Operands ahead[kAhead];
-    auto const load = [&](int step) {
-      auto& state = rows[step / kGroups];
-      if (valid(step)) ahead[step % kAhead] = epilogue.load(state, row_at(step), column_at(step));
-    };
-    CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kAhead && step < kSteps; ++step) load(step);
-    complete();
-    CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      auto& state = rows[step / kGroups];
-      Operands const operands = ahead[step % kAhead];
-      if (step + kAhead < kSteps) load(step + kAhead);
-      if (valid(step)) {
-        float values[kWidth];
-        CUTLASS_PRAGMA_UNROLL
-        for (int pair = 0; pair < kWidth / 2; ++pair) {
-          int const atom = step / (kHalves * kGroups), half = step / kGroups % kHalves;
-          int const index = atom * Tile::kN / 2 + (step % kGroups * kWidth / 2 + pair) * 4 + 2 * half;
-          values[2 * pair] = accumulators(index);
-          values[2 * pair + 1] = accumulators(index + 1);
-        }
-        epilogue.apply(state, operands, row_at(step), column_at(step), values);
-      }
-      if (step % kGroups == kGroups - 1) {
-        epilogue.template end<4>(state, row_at(step), tile_n, row_at(step) < m && tile_n < kTilesN);
-      }
     }
   }
 };
