@@ -29,6 +29,7 @@ struct Operation {
   static constexpr bool kHalvesColumns = false;
   static constexpr int kOperands = 0;  // registers that Operands take
   static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
+  static constexpr int kQueryColumns = 0;  // the first columns, that an operation may be given as QueryColumn
 
   template <int Lanes>
   CUTLASS_DEVICE Nothing begin(int, bool) const {
@@ -82,12 +83,12 @@ struct RowScale : Operation {
   }
 };
 
-// The head that a column belongs to. Q, K and V are whole heads; a test of the head rather than of the column lets the
-// compiler see that a prefill warp, whose columns are 32, agrees.
-template <int HeadDim>
-CUTLASS_DEVICE int head_of(int column) {
-  return int(unsigned(column) / HeadDim);
-}
+// A column that is known to be Q's. A caller that knows it of a whole tile spares the tests of every step, which keep
+// the instructions of one from overlapping those of another.
+struct QueryColumn {
+  int index;
+  CUTLASS_DEVICE operator int() const { return index; }
+};
 
 // Rotate Q and K. Their features stand in pair order, so columns 2i and 2i + 1 are one rotation pair.
 template <int QFeatures, int KFeatures, int HeadDim>
@@ -111,7 +112,7 @@ struct Rope : Operation {
   }
   CUTLASS_DEVICE Operands load(Row const& state, int, int column) const {
     Operands operands = {};
-    if (rotates(column)) {
+    if (column < QFeatures + KFeatures) {
       float const* const of_position = table + size_t(state.position) * HeadDim;
       float4 const* angles = reinterpret_cast<float4 const*>(of_position + column % HeadDim);
       operands.angles[0] = __ldg(angles);
@@ -119,8 +120,10 @@ struct Rope : Operation {
     }
     return operands;
   }
-  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, int column, float (&values)[8]) const {
-    if (!rotates(column)) return;
+  CUTLASS_DEVICE void apply(Row const& row, Operands const& operands, int, int column, float (&values)[8]) const {
+    if (column < QFeatures + KFeatures) apply(row, operands, 0, QueryColumn{column}, values);
+  }
+  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, QueryColumn, float (&values)[8]) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float4 const two = operands.angles[i];
@@ -130,8 +133,6 @@ struct Rope : Operation {
   }
 
  private:
-  CUTLASS_DEVICE static bool rotates(int column) { return head_of<HeadDim>(column) < (QFeatures + KFeatures) / HeadDim; }
-
   CUTLASS_DEVICE static void rotate(float& first, float& second, float cosine, float sine) {
     float const rotated = first * cosine - second * sine;
     second = second * cosine + first * sine;
@@ -147,6 +148,7 @@ struct ScatterKv : Operation {
   bf16* v_pages;
   long long const* slots;  // [rows]; negative: no K and V are written
 
+  static constexpr int kQueryColumns = QFeatures;
   struct Row {
     int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
@@ -160,16 +162,19 @@ struct ScatterKv : Operation {
     return {slot < 0 ? -1 : int(slot)};
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
-    int const kv_head = head_of<HeadDim>(column) - QFeatures / HeadDim;
     bf16* target = q + size_t(row) * QFeatures + column;
-    if (kv_head >= 0) {
+    if (column >= QFeatures) {
       if (state.slot < 0) return;
+      int const kv_head = column / HeadDim - QFeatures / HeadDim;
       bool const is_k = kv_head < KVHeads;
       int const head = state.slot / PageSize * KVHeads + kv_head - (is_k ? 0 : KVHeads);
       size_t const token = size_t(head) * PageSize + state.slot % PageSize;
       target = (is_k ? k_pages : v_pages) + token * HeadDim + column % HeadDim;
     }
-    store_bf16x8(target, values);
+    store_bf16x8(target, values);  // one: where two branches store, nvcc makes one of them four of 4 bytes
+  }
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, QueryColumn column, float (&values)[8]) const {
+    store_bf16x8(q + size_t(row) * QFeatures + column.index, values);
   }
 };
 
@@ -282,6 +287,7 @@ struct Chain<First, Rest...> {
   static constexpr int kOperands = First::kOperands + Chain<Rest...>::kOperands;
   static constexpr int kPeriod = First::kPeriod > Chain<Rest...>::kPeriod ? First::kPeriod : Chain<Rest...>::kPeriod;
   static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
+  static constexpr int kQueryColumns = First::kQueryColumns + Chain<Rest...>::kQueryColumns;
 
   struct Row {
     typename First::Row first;
@@ -301,8 +307,9 @@ struct Chain<First, Rest...> {
   CUTLASS_DEVICE Operands load(Row const& state, int row, int column) const {
     return {first.load(state.first, row, column), rest.load(state.rest, row, column)};
   }
-  template <int Width>
-  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[Width]) const {
+  template <class Column, int Width>
+  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, Column column,
+                            float (&values)[Width]) const {
     static_assert(Width == kWidth, "SwiGLU chains take sixteen accumulator columns, all others eight");
     if constexpr (First::kHalvesColumns) {
       float halved[8];

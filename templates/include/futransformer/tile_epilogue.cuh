@@ -11,6 +11,8 @@
 
 #include <cutlass/cutlass.h>
 
+#include "epilogue.cuh"
+
 namespace futransformer {
 
 // `Atoms` wgmma rows of 64 a consumer, of each of which a thread has `Halves` rows; tiles of `Width` columns (of
@@ -54,6 +56,15 @@ class TileEpilogue {
   // All lanes of the warp. `accumulators` [Atoms][Width / 8][2 rows][2 columns]; of one row alone where Halves is 1.
   template <class Accumulators>
   CUTLASS_DEVICE void finish(Accumulators const& accumulators) {
+    if constexpr (Epilogue::kQueryColumns > 0) {
+      if (first_column(kGroups) <= Epilogue::kQueryColumns) return walk<QueryColumn>(accumulators);
+    }
+    walk<int>(accumulators);
+  }
+
+ private:
+  template <class Column, class Accumulators>
+  CUTLASS_DEVICE void walk(Accumulators const& accumulators) {
     CUTLASS_PRAGMA_UNROLL
     for (int line = 0; line < kLines; ++line) {
       if (row_at(line) < rows_) {  // then so are the lines before it
@@ -64,7 +75,7 @@ class TileEpilogue {
           if (step + kAhead < kSteps) ask(step + kAhead);
           CUTLASS_PRAGMA_UNROLL
           for (int group = distinct; group < kGroups; group += kDistinct) {
-            if (inside(group)) apply(accumulators, operands, line, group);
+            if (inside(group)) apply<Column>(accumulators, operands, line, group);
           }
         }
       }
@@ -72,7 +83,6 @@ class TileEpilogue {
     }
   }
 
- private:
   CUTLASS_DEVICE int row_at(int line) const { return row_ + line / Halves * 64 + line % Halves * 8; }
   CUTLASS_DEVICE int first_column(int group) const { return tile_ * Width + group * kGroupWidth; }
   CUTLASS_DEVICE int column_at(int group) const {
@@ -87,7 +97,7 @@ class TileEpilogue {
     }
   }
 
-  template <class Accumulators>
+  template <class Column, class Accumulators>
   CUTLASS_DEVICE void apply(Accumulators const& accumulators, Operands const& operands, int line, int group) {
     float values[kWidth];
     CUTLASS_PRAGMA_UNROLL
@@ -96,7 +106,7 @@ class TileEpilogue {
       values[2 * pair] = accumulators(index);
       values[2 * pair + 1] = accumulators(index + 1);
     }
-    epilogue_.apply(lines_[line], operands, row_at(line), column_at(group), values);
+    epilogue_.apply(lines_[line], operands, row_at(line), Column{column_at(group)}, values);
   }
 };
 
