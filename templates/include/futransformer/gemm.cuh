@@ -66,7 +66,6 @@ struct Gemm {
   static constexpr int kClusterTilesN = (kTilesN + Cluster::kN - 1) / Cluster::kN;
   static constexpr int kTilesK = (K + Tile::kK * Cluster::kSplits - 1) / (Tile::kK * Cluster::kSplits);  // a block's
   using Order = TileOrder<kClusterTilesN, Raster>;
-  static constexpr bool kStaggered = !kPingpong && kConsumers == 2 && Cluster::kSplits == 1 && kTilesK >= Stages + 2;
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
@@ -260,9 +259,6 @@ struct Gemm {
     // stage's parity would otherwise be satisfied by the stage's previous round. The turns passed on and taken balance.
     auto const take_turn = [&] { cutlass::arch::NamedBarrier::sync(kConsumerThreads, consumer); };
     auto const pass_turn = [&] { cutlass::arch::NamedBarrier::arrive(kConsumerThreads, 1 - consumer); };
-    // Staggered: the second consumer follows a stage behind the first, so that one's end falls into the other's products.
-    auto const follow = [&] { cutlass::arch::NamedBarrier::sync(kConsumerThreads, 0); };
-    auto const lead = [&] { cutlass::arch::NamedBarrier::arrive(kConsumerThreads, 0); };
     int const first = cluster() + (kPingpong ? consumer * clusters() : 0);
     int const stride = kPingpong ? 2 * clusters() : clusters();
     if constexpr (kPingpong) {
@@ -280,9 +276,6 @@ struct Gemm {
       int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + part * kAtoms * 64 + row_of_thread();
       Ending<Epilogue> ending(epilogue, row, tile_n, m);
       if constexpr (kPingpong) take_turn();
-      if constexpr (kStaggered) {
-        if (consumer == 1) follow();
-      }
 
       // Two stages are in flight while the rows' values are fetched, and one in the steady state.
       constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
@@ -293,9 +286,6 @@ struct Gemm {
       if constexpr (kHead == 2) {
         warpgroup_wait<1>();
         release(2);
-      }
-      if constexpr (kStaggered) {
-        if (consumer == 0) lead();
       }
       if constexpr (!kPingpong) ending.begin();
       auto const advance = [&](int stages) {
