@@ -4,14 +4,15 @@
 // where SwiGLU folds gate and up). Prefill and decode call the same chain; a row is a prompt token in one, a sequence
 // in the other. The protocol, for a group of `Lanes` consecutive lanes that share a row:
 //
-//   Row row = chain.begin<Lanes>(r, valid);        all lanes of the warp call it; loads what the row needs
+//   fetched = chain.fetch<Lanes>(r, valid);         asks for what begin() would have to wait for
+//   Row row = chain.begin<Lanes>(r, valid, fetched);  all lanes of the warp call it; what the row needs
 //   operands = chain.load(row, r, column);         any number of times, valid rows only: what these columns need
 //   chain.apply(row, operands, r, column, values);
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
-// Loading apart from applying lets a caller ask for the operands of several steps before it needs the first; one that
-// has no use for that calls chain.apply(row, r, column, values), which does both. `valid` is false for rows past the
-// end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
+// Asking apart from using lets a caller do something else in between; one that has no use for that calls
+// chain.begin<Lanes>(r, valid) and chain.apply(row, r, column, values), which do both. `valid` is false for rows past
+// the end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
 // on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
 // still running when this one started.
 #pragma once
@@ -24,15 +25,20 @@ struct Nothing {};
 
 // Defaults for an operation that keeps nothing for a row and reads nothing for a column.
 struct Operation {
+  using Fetched = Nothing;
   using Row = Nothing;
   using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
   static constexpr int kOperands = 0;  // registers that Operands take
   static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
-  static constexpr int kQueryColumns = 0;  // the first columns, that an operation may be given as QueryColumn
+  static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // where columns are Q's, then K's, then V's: see PartColumn
 
   template <int Lanes>
-  CUTLASS_DEVICE Nothing begin(int, bool) const {
+  CUTLASS_DEVICE Nothing fetch(int, bool) const {
+    return {};
+  }
+  template <int Lanes>
+  CUTLASS_DEVICE Nothing begin(int, bool, Nothing) const {
     return {};
   }
   template <class Row>
@@ -50,6 +56,9 @@ struct RowScale : Operation {
   int parts;
   float eps;
 
+  struct Fetched {
+    float4 sums;  // the lane's first four
+  };
   struct Row {
     float rstd;
   };
@@ -57,21 +66,22 @@ struct RowScale : Operation {
   CUTLASS_DEVICE RowScale(float const* sums, int count, float epsilon) : sumsq(sums), parts(count), eps(epsilon) {}
 
   template <int Lanes>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    float sum = 0.f;
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    int const part = 4 * (threadIdx.x % Lanes);
+    return {valid && in_fours() && part < parts ? four(row, part) : float4{0.f, 0.f, 0.f, 0.f}};
+  }
+  template <int Lanes>
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    int const lane = threadIdx.x % Lanes;
+    float sum = sum_of(fetched.sums);
     if (valid) {
-      float const* const sums = sumsq + size_t(row) * parts;
-      int const lane = threadIdx.x % Lanes;
       // Not unrolled: beside 192 accumulators there is no room for more loads than one.
-      if (parts % 4 == 0) {  // every row is aligned: a quarter of the loads, and of the waits for them
+      if (in_fours()) {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int part = 4 * lane; part < parts; part += 4 * Lanes) {
-          float4 const four = *reinterpret_cast<float4 const*>(sums + part);
-          sum += (four.x + four.y) + (four.z + four.w);
-        }
+        for (int part = 4 * (lane + Lanes); part < parts; part += 4 * Lanes) sum += sum_of(four(row, part));
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int part = lane; part < parts; part += Lanes) sum += sums[part];
+        for (int part = lane; part < parts; part += Lanes) sum += sumsq[size_t(row) * parts + part];
       }
     }
     return {rsqrtf(sum_over_lanes<Lanes>(sum) * (1.f / K) + eps)};
@@ -81,11 +91,21 @@ struct RowScale : Operation {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] *= state.rstd;
   }
+
+ private:
+  // Where every row is aligned: a quarter of the loads, and of the waits for them.
+  CUTLASS_DEVICE bool in_fours() const { return parts % 4 == 0; }
+  CUTLASS_DEVICE float4 four(int row, int part) const {
+    return *reinterpret_cast<float4 const*>(sumsq + size_t(row) * parts + part);
+  }
+  CUTLASS_DEVICE static float sum_of(float4 const& sums) { return (sums.x + sums.y) + (sums.z + sums.w); }
 };
 
-// A column that is known to be Q's. A caller that knows it of a whole tile spares the tests of every step, which keep
-// the instructions of one from overlapping those of another.
-struct QueryColumn {
+// A column that is known to be Q's, K's or V's. A caller that knows it of a whole tile spares the tests of every step,
+// which keep the instructions of one from overlapping those of another. Of an `int`, an operation asks.
+enum class Part { kQuery, kKey, kValue };
+template <Part kPart>
+struct PartColumn {
   int index;
   CUTLASS_DEVICE operator int() const { return index; }
 };
@@ -107,7 +127,7 @@ struct Rope : Operation {
   CUTLASS_DEVICE Rope(float const* angles, int const* of_rows) : table(angles), positions(of_rows) {}
 
   template <int Lanes>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
+  CUTLASS_DEVICE Row begin(int row, bool valid, Nothing) const {
     return {valid ? positions[row] : 0};
   }
   CUTLASS_DEVICE Operands load(Row const& state, int, int column) const {
@@ -120,10 +140,16 @@ struct Rope : Operation {
     }
     return operands;
   }
-  CUTLASS_DEVICE void apply(Row const& row, Operands const& operands, int, int column, float (&values)[8]) const {
-    if (column < QFeatures + KFeatures) apply(row, operands, 0, QueryColumn{column}, values);
+  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, int column, float (&values)[8]) const {
+    if (column < QFeatures + KFeatures) rotate(operands, values);
   }
-  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, QueryColumn, float (&values)[8]) const {
+  template <Part kPart>
+  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, PartColumn<kPart>, float (&values)[8]) const {
+    if constexpr (kPart != Part::kValue) rotate(operands, values);
+  }
+
+ private:
+  CUTLASS_DEVICE static void rotate(Operands const& operands, float (&values)[8]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float4 const two = operands.angles[i];
@@ -131,8 +157,6 @@ struct Rope : Operation {
       rotate(values[4 * i + 2], values[4 * i + 3], two.z, two.w);
     }
   }
-
- private:
   CUTLASS_DEVICE static void rotate(float& first, float& second, float cosine, float sine) {
     float const rotated = first * cosine - second * sine;
     second = second * cosine + first * sine;
@@ -148,7 +172,10 @@ struct ScatterKv : Operation {
   bf16* v_pages;
   long long const* slots;  // [rows]; negative: no K and V are written
 
-  static constexpr int kQueryColumns = QFeatures;
+  static constexpr int kQueryColumns = QFeatures, kKeyColumns = KVHeads * HeadDim;
+  struct Fetched {
+    long long slot;
+  };
   struct Row {
     int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
@@ -157,24 +184,37 @@ struct ScatterKv : Operation {
       : q(queries), k_pages(keys), v_pages(values), slots(of_rows) {}
 
   template <int Lanes>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    long long const slot = valid ? slots[row] : -1;
-    return {slot < 0 ? -1 : int(slot)};
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    return {valid ? slots[row] : -1};
+  }
+  template <int Lanes>
+  CUTLASS_DEVICE Row begin(int, bool, Fetched const& fetched) const {
+    return {fetched.slot < 0 ? -1 : int(fetched.slot)};
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
     bf16* target = q + size_t(row) * QFeatures + column;
     if (column >= QFeatures) {
       if (state.slot < 0) return;
-      int const kv_head = column / HeadDim - QFeatures / HeadDim;
-      bool const is_k = kv_head < KVHeads;
-      int const head = state.slot / PageSize * KVHeads + kv_head - (is_k ? 0 : KVHeads);
-      size_t const token = size_t(head) * PageSize + state.slot % PageSize;
-      target = (is_k ? k_pages : v_pages) + token * HeadDim + column % HeadDim;
+      bool const is_k = column < QFeatures + kKeyColumns;
+      target = (is_k ? k_pages : v_pages) + offset(state, column - QFeatures - (is_k ? 0 : kKeyColumns));
     }
     store_bf16x8(target, values);  // one: where two branches store, nvcc makes one of them four of 4 bytes
   }
-  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, QueryColumn column, float (&values)[8]) const {
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, PartColumn<Part::kQuery> column, float (&values)[8]) const {
     store_bf16x8(q + size_t(row) * QFeatures + column.index, values);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kKey> column, float (&values)[8]) const {
+    if (state.slot >= 0) store_bf16x8(k_pages + offset(state, column.index - QFeatures), values);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kValue> column, float (&values)[8]) const {
+    if (state.slot >= 0) store_bf16x8(v_pages + offset(state, column.index - QFeatures - kKeyColumns), values);
+  }
+
+ private:
+  // Of a row's `column` of K or V in the pages: a head's slots of a page stand together.
+  CUTLASS_DEVICE static size_t offset(Row const& state, int column) {
+    int const page_head = state.slot / PageSize * KVHeads + column / HeadDim;
+    return (size_t(page_head) * PageSize + state.slot % PageSize) * HeadDim + column % HeadDim;
   }
 };
 
@@ -237,7 +277,7 @@ struct StoreSumSquares : Operation {
   CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : out(target), sumsq_out(sums) {}
 
   template <int Lanes>
-  CUTLASS_DEVICE Row begin(int, bool) const {
+  CUTLASS_DEVICE Row begin(int, bool, Nothing) const {
     return {0.f};
   }
   CUTLASS_DEVICE void apply(Row& state, Nothing, int row, int column, float (&values)[8]) const {
@@ -288,7 +328,12 @@ struct Chain<First, Rest...> {
   static constexpr int kPeriod = First::kPeriod > Chain<Rest...>::kPeriod ? First::kPeriod : Chain<Rest...>::kPeriod;
   static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
   static constexpr int kQueryColumns = First::kQueryColumns + Chain<Rest...>::kQueryColumns;
+  static constexpr int kKeyColumns = First::kKeyColumns + Chain<Rest...>::kKeyColumns;
 
+  struct Fetched {
+    typename First::Fetched first;
+    typename Chain<Rest...>::Fetched rest;
+  };
   struct Row {
     typename First::Row first;
     typename Chain<Rest...>::Row rest;
@@ -301,8 +346,17 @@ struct Chain<First, Rest...> {
   CUTLASS_DEVICE explicit Chain(First head, Rest... tail) : first(head), rest(tail...) {}
 
   template <int Lanes>
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    return {first.template fetch<Lanes>(row, valid), rest.template fetch<Lanes>(row, valid)};
+  }
+  template <int Lanes>
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    return {first.template begin<Lanes>(row, valid, fetched.first),
+            rest.template begin<Lanes>(row, valid, fetched.rest)};
+  }
+  template <int Lanes>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    return {first.template begin<Lanes>(row, valid), rest.template begin<Lanes>(row, valid)};
+    return begin<Lanes>(row, valid, fetch<Lanes>(row, valid));
   }
   CUTLASS_DEVICE Operands load(Row const& state, int row, int column) const {
     return {first.load(state.first, row, column), rest.load(state.rest, row, column)};

@@ -275,9 +275,13 @@ struct Gemm {
       int const tile_n = at.n * Cluster::kN + rank_n();
       int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + part * kAtoms * 64 + row_of_thread();
       Ending<Epilogue> ending(epilogue, row, tile_n, m);
-      if constexpr (kPingpong) take_turn();
+      if constexpr (kPingpong) {
+        take_turn();
+      } else {
+        ending.fetch();
+      }
 
-      // Two stages are in flight while the rows' values are fetched, and one in the steady state.
+      // Two stages are under way before the rows' values are waited for, and one in the steady state.
       constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
       constexpr int kLast = kPingpong ? 0 : kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -300,6 +304,7 @@ struct Gemm {
       advance(kTilesK - kHead - kLast);
       if constexpr (kPingpong) {
         if (tile + clusters() < order.count()) pass_turn();
+        ending.fetch();
         ending.begin();
       }
       ending.ask();

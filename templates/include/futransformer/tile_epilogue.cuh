@@ -4,9 +4,9 @@
 // W's rows were permuted so that 8 (16 for SwiGLU) consecutive sums of a thread are eight consecutive output columns,
 // and a quad's are 32: a group.
 //
-// Nothing else hides the end of a cooperative tile, so what the chain reads from memory is asked for ahead: begin()
-// fetches what it keeps for a row, ask() as many operands as registers have room for, and finish() asks for the rest
-// while it consumes them. Operands that repeat along a row (RoPE's angles, with every head) are asked for once.
+// Nothing else hides the end of a cooperative tile, so what the chain reads from memory is asked for ahead: fetch() and
+// begin() take what it keeps for a row, ask() as many operands as registers have room for, and finish() asks for the
+// rest while it consumes them. Operands that repeat along a row (RoPE's angles, with every head) are asked for once.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -33,6 +33,7 @@ class TileEpilogue {
 
   Epilogue const& epilogue_;
   int const row_, tile_, rows_;  // this thread's first row, the tile's index along N, the problem's rows
+  typename Epilogue::Fetched fetched_[kLines];
   typename Epilogue::Row lines_[kLines];
   Operands ahead_[kAhead];
 
@@ -40,11 +41,18 @@ class TileEpilogue {
   CUTLASS_DEVICE TileEpilogue(Epilogue const& epilogue, int row, int tile, int rows)
       : epilogue_(epilogue), row_(row), tile_(tile), rows_(rows) {}
 
-  // All lanes of the warp.
+  CUTLASS_DEVICE void fetch() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+      fetched_[line] = epilogue_.template fetch<4>(row_at(line), row_at(line) < rows_);
+    }
+  }
+
+  // After fetch(). All lanes of the warp.
   CUTLASS_DEVICE void begin() {
     CUTLASS_PRAGMA_UNROLL
     for (int line = 0; line < kLines; ++line) {
-      lines_[line] = epilogue_.template begin<4>(row_at(line), row_at(line) < rows_);
+      lines_[line] = epilogue_.template begin<4>(row_at(line), row_at(line) < rows_, fetched_[line]);
     }
   }
 
@@ -57,7 +65,11 @@ class TileEpilogue {
   template <class Accumulators>
   CUTLASS_DEVICE void finish(Accumulators const& accumulators) {
     if constexpr (Epilogue::kQueryColumns > 0) {
-      if (first_column(kGroups) <= Epilogue::kQueryColumns) return walk<QueryColumn>(accumulators);
+      constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;
+      int const first = first_column(0), end = first_column(kGroups);
+      if (end <= kKeys) return walk<PartColumn<Part::kQuery>>(accumulators);
+      if (first >= kKeys && end <= kValues) return walk<PartColumn<Part::kKey>>(accumulators);
+      if (first >= kValues) return walk<PartColumn<Part::kValue>>(accumulators);
     }
     walk<int>(accumulators);
   }
