@@ -11,8 +11,11 @@
 // tile. Or it splits K: both blocks compute the same tile, each over half of K, and swap halves of their sums through
 // distributed shared memory, so that a projection with few tiles fills the card.
 //
-// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored. Every sum
-// has a fixed order, so results do not depend on timing.
+// K columns past K are zero-filled by TMA, and so are rows past m, as far as they are loaded: where a tile has fewer rows,
+// the box of X ends with their last group of eight (the swizzle's period), for TMA takes as long over a row of zeros as
+// over any other. Behind it shared memory holds what an earlier stage or kernel left, NaN included. A row of products
+// depends on no other, and rows past m and columns past N are never stored. Every sum has a fixed order, so results do
+// not depend on timing.
 #pragma once
 
 #include "wgmma_shapes.cuh"
@@ -127,7 +130,7 @@ struct Gemm {
     int const warpgroup = cutlass::canonical_warp_group_idx();
     if (warpgroup == 0) {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (threadIdx.x < 32 && cute::elect_one_sync()) produce(shared, map_x, map_w, order);
+      if (threadIdx.x < 32 && cute::elect_one_sync()) produce(shared, map_x, map_w, m, order);
     } else {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_previous_kernel();
@@ -154,12 +157,14 @@ struct Gemm {
     }
   }
 
-  CUTLASS_DEVICE static void produce(Shared const& shared, CUtensorMap const& map_x, CUtensorMap const& map_w,
+  CUTLASS_DEVICE static void produce(Shared const& shared, CUtensorMap const& map_x, CUtensorMap const& map_w, int m,
                                      Order const& order) {
     using namespace cute;
     constexpr uint16_t kBoth = 0b11;
     constexpr int kRowsX = Tile::kM / Cluster::kN;  // of its own share of a tile, that a block loads for both
     constexpr int kRowsW = Tile::kN / Cluster::kM;
+    int const box = min(kRowsX, (m + 7) / 8 * 8);  // rows of map_x's
+    int const stage_bytes = Cluster::kN * box * Tile::kK * int(sizeof(Element)) + kStageW;
     uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
 
     auto const load_x = [&](int stage, int tile_m, int k) {
@@ -190,7 +195,7 @@ struct Gemm {
     auto at = order(cluster());
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < kFirst; ++k) {
-      shared.full[k].arrive_and_expect_tx(kStageX + kStageW);
+      shared.full[k].arrive_and_expect_tx(stage_bytes);
       load_w(k, at.n, k);
     }
     wait_for_previous_kernel();
@@ -206,7 +211,7 @@ struct Gemm {
       for (; k < kTilesK; ++k, ++position) {
         int const stage = position.index();
         wait(shared.empty[stage], position.phase() ^ 1);
-        shared.full[stage].arrive_and_expect_tx(kStageX + kStageW);
+        shared.full[stage].arrive_and_expect_tx(stage_bytes);
         load_x(stage, at.m, k);
         load_w(stage, at.n, k);
       }
