@@ -91,7 +91,7 @@ struct Gemm {
 
   struct Shared {
     Element *x, *w;
-    float* exchange;        // [kAccumulators / 2, kConsumerThreads]
+    float4* exchange;       // [kAccumulators / 8, kConsumerThreads]
     Full* full;             // [Stages] a stage's bytes have arrived
     Empty* empty;           // [Stages] all consumers of all sharing blocks are done with it
     Full* exchange_full;    // the peer's sums have arrived
@@ -104,7 +104,7 @@ struct Gemm {
     Shared shared;
     shared.x = reinterpret_cast<Element*>(bytes);
     shared.w = reinterpret_cast<Element*>(bytes + Stages * kStageX);
-    shared.exchange = reinterpret_cast<float*>(bytes + Stages * (kStageX + kStageW));
+    shared.exchange = reinterpret_cast<float4*>(bytes + Stages * (kStageX + kStageW));
     shared.full = reinterpret_cast<Full*>(bytes + Stages * (kStageX + kStageW) + kExchangeBytes);
     shared.empty = reinterpret_cast<Empty*>(shared.full + Stages);
     shared.exchange_full = reinterpret_cast<Full*>(shared.empty + Stages);
@@ -350,22 +350,39 @@ struct Gemm {
     using namespace cute;
     int const thread = consumer * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     bool const second = rank_k() == 1;
-    uint32_t const barrier = cast_smem_ptr_to_uint(shared.exchange_full);
+    uint32_t const theirs = set_block_rank(cast_smem_ptr_to_uint(shared.exchange + thread), 1 - rank_k());
+    uint32_t const their_barrier = set_block_rank(cast_smem_ptr_to_uint(shared.exchange_full), 1 - rank_k());
     if (thread == 0) shared.exchange_full->arrive_and_expect_tx(kExchangeBytes);
     wait(*shared.exchange_empty, parity ^ 1);
+    // Sums 8 i to 8 i + 7: two of the first row, two of the second, and so again.
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAccumulators / 2; ++i) {
-      int const first_row = i / 2 * 4 + i % 2, second_row = first_row + 2;
-      float const sent = second ? accumulators(first_row) : accumulators(second_row);
-      accumulators(first_row) = second ? accumulators(second_row) : accumulators(first_row);
-      store_shared_remote(__float_as_uint(sent), cast_smem_ptr_to_uint(shared.exchange + i * kConsumerThreads + thread),
-                          barrier, 1 - rank_k());
+    for (int i = 0; i < kAccumulators / 8; ++i) {
+      float sent[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        int const first_row = 8 * i + j / 2 * 4 + j % 2, second_row = first_row + 2;
+        sent[j] = second ? accumulators(first_row) : accumulators(second_row);
+        accumulators(first_row) = second ? accumulators(second_row) : accumulators(first_row);
+      }
+      store_shared_remote_f32x4(sent, theirs + i * kConsumerThreads * sizeof(float4), their_barrier);
     }
     wait(*shared.exchange_full, parity);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAccumulators / 2; ++i) {
-      accumulators(i / 2 * 4 + i % 2) += shared.exchange[i * kConsumerThreads + thread];
+    for (int i = 0; i < kAccumulators / 8; ++i) {
+      float4 const received = shared.exchange[i * kConsumerThreads + thread];
+      accumulators(8 * i) += received.x;
+      accumulators(8 * i + 1) += received.y;
+      accumulators(8 * i + 4) += received.z;
+      accumulators(8 * i + 5) += received.w;
     }
+  }
+
+  // 16 bytes to another block, counted by its barrier; CuTe has this for 4 bytes only (store_shared_remote).
+  CUTLASS_DEVICE static void store_shared_remote_f32x4(float const (&values)[4], uint32_t target, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :
+                 : "r"(target), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+                 : "memory");
   }
 };
 
