@@ -139,7 +139,7 @@ def test_row_scale_of_an_earlier_tile_is_not_reused(gpu_ops: Callable[[str], Ker
 def test_what_an_earlier_launch_left_in_shared_memory_reaches_no_row(
     gpu_ops: Callable[[str], KernelLibrary], op: Projection, rows: int
 ) -> None:
-    """Few rows arrive without those behind them: the ring then holds NaN, from a launch with as many as the tile has."""
+    """Few rows arrive without those behind them, where the ring then holds the NaN of a launch with a whole tile."""
     ops = gpu_ops("smollm2-135m")
     poison = Problem(ops, op, 64 if rows <= 64 else 256)
     poison.x.fill_(torch.nan)
