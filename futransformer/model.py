@@ -215,22 +215,22 @@ class Llama:
                 last.append(offsets[-1] - 1)
         block_table = self.cache.block_table(sequences)
         position = upload(positions, torch.int32, device)
-        x, sumsq = self._forward(
-            upload(tokens, torch.int32, device),
-            PrefillPass(
-                positions=position,
-                slots=token_slots(block_table, upload(owners, torch.int64, device), position),
-                block_table=block_table,
-                cu_seqlens_q=upload(offsets, torch.int32, device),
-                seqlens_k=upload(lengths, torch.int32, device),
-                max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
-            ),
+        rows_of_pass = PrefillPass(
+            positions=position,
+            slots=token_slots(block_table, upload(owners, torch.int64, device), position),
+            block_table=block_table,
+            cu_seqlens_q=upload(offsets, torch.int32, device),
+            seqlens_k=upload(lengths, torch.int32, device),
+            max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
         )
-        if rows == "last":
-            if not last:
-                return torch.empty(0, self.config.vocab_size, device=device)
-            x, sumsq = self.ops.gather_rows(x, upload(last, torch.int32, device))
-        return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+        ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
+        with self.ops.chain():  # opened when all that its kernels may read early is on its way
+            x, sumsq = self._forward(ids, rows_of_pass)
+            if rows == "last":
+                if not last:
+                    return torch.empty(0, self.config.vocab_size, device=device)
+                x, sumsq = self.ops.gather_rows(x, ends)
+            return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
 
     # Decode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -98,12 +99,15 @@ class CpuBench(Bench):
 def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
     """A bench without GPU, CUDA graphs or compiler."""
 
-    def looped(calls: Sequence[Callable[[], object]], floor_seconds: float) -> tuple[Callable[[], None], int]:
+    def looped(
+        calls: Sequence[Callable[[], object]], floor_seconds: float, context: AbstractContextManager[object]
+    ) -> tuple[Callable[[], None], int]:
         assert floor_seconds > 0
 
         def run() -> None:
-            for call in calls:
-                call()
+            with context:
+                for call in calls:
+                    call()
 
         return run, len(calls)
 
