@@ -1,7 +1,8 @@
-# make demo   set everything up, then write text with a real small Llama (generated kernels on a Hopper GPU, else the CPU reference)
-# make test   set everything up, then run every test that this machine can run
-# make check  lint, formatting and types
-# make clean  remove the virtual environment (the kernel cache: futransformer cache clear)
+# make demo      set everything up, then write text with a real small Llama (generated kernels on a Hopper GPU, else the CPU reference)
+# make test      set everything up, then run every test that this machine can run
+# make check     lint, formatting and types
+# make sanitize  compute-sanitizer over every kernel, on a Hopper GPU
+# make clean     remove the virtual environment (the kernel cache: futransformer cache clear)
 #
 # make demo PROMPT='Why is the sky blue?' answers another question; make PYTHON=python3.12 ... takes another Python.
 
@@ -19,7 +20,7 @@ export PROMPT
 # Of what pip says: the large downloads, the last step, and errors. It has the pipe's status, so a failure still fails.
 SHORTER := sed -un -e '/[0-9][0-9.]* [MG]B)/p' -e '/^Installing/s/:.*/ (this takes a minute or two)/p' -e '/^ERROR/p'
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check sanitize clean
 
 setup: $(READY)
 
@@ -41,6 +42,13 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+SANITIZED := .sanitize
+
+sanitize: $(READY)
+	$(BIN)/python -m tests.ops.models $(SANITIZED)/kernels tails smollm2-135m odd llama-3.1-8b group16 group5
+	$(BIN)/python -m tests.sanitize.planted $(SANITIZED)/kernels
+	$(BIN)/python -m tests.sanitize --kernels $(SANITIZED)/kernels --output $(SANITIZED) --seconds 600
 
 clean:
 	rm -rf $(VENV)

@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,6 @@ class KernelCache:
         ``waiting`` is called between attempts, and may raise to give up.
         """
         path = self.entry(name, key).with_suffix(".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + timeout
         while (held := _try_lock(path)) is None:
             waiting()
@@ -158,7 +157,8 @@ class KernelCache:
         """Remove every kernel and all that is left of builds, except what is being built now."""
         kernels = size = busy = 0
         for kernel in _folders(self.kernels):
-            keys = sorted({path.name.partition(".")[0] for path in kernel.iterdir()})
+            # Files that begin with a dot are none of ours: a network file system's, for one.
+            keys = sorted({path.name.partition(".")[0] for path in kernel.iterdir()} - {""})
             for key in keys:
                 lock = kernel / f"{key}.lock"
                 held = _try_lock(lock)
@@ -174,7 +174,7 @@ class KernelCache:
                     lock.unlink()
                 finally:
                     os.close(held)
-            if not any(kernel.iterdir()):
+            with suppress(OSError):  # not empty: a kernel that is being built, or a file of somebody else's
                 kernel.rmdir()
         return ClearedCache(kernels, size, busy)
 
@@ -222,7 +222,11 @@ def _version(record: KernelRecord) -> tuple[int, ...]:
 
 def _try_lock(path: Path) -> int | None:
     """Lock a file and return its descriptor, which the system frees with the process; None when another holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:  # ``clear`` has removed the empty folder meanwhile
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # ``clear`` removes lock files: a lock on one that is no longer there excludes nobody.

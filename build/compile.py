@@ -28,7 +28,7 @@ from .manifest import KernelRecord, write_kernel_manifest
 from .nvcc import CUBIN, NVCC_FLAGS, SOURCE, describe_failure, ran_out_of_disk, run_nvcc
 from .ptxas import check_resources, parse_resources
 from .settings import BuildSettings
-from .toolchain import Toolchain, find_toolchain
+from .toolchain import Toolchain, find_nvcc, find_toolchain
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def _toolchain(settings: BuildSettings) -> tuple[Toolchain | None, str, Toolchai
     try:
         toolchain = find_toolchain(settings)
     except ToolchainError as error:
+        if settings.nvcc is not None:
+            find_nvcc(settings)  # raises where what is lacking is the nvcc that was named: used or refused
         return None, "", error
     return toolchain, toolchain_key(toolchain), None
 

@@ -40,15 +40,20 @@ def export(manifest: ModelManifest, folder: Path) -> ModelManifest:
 
 def load_exported(folder: Path) -> ModelManifest:
     """Read an exported folder and check every cubin; ArtifactError names the file that is missing or corrupt."""
+    manifest = read_export(folder)
+    for record in manifest.kernels:
+        load_cubin(record)
+    return manifest
+
+
+def read_export(folder: Path) -> ModelManifest:
+    """Read what an exported folder says of itself; ArtifactError when it is none."""
     if not (folder / FILE_NAME).is_file():
         raise ArtifactError(
             f"{folder} is no export, it holds no {FILE_NAME}; write one with: "
             f"futransformer build CONFIG --output {folder}"
         )
-    manifest = read_model_manifest(folder / FILE_NAME)
-    for record in manifest.kernels:
-        load_cubin(record)
-    return manifest
+    return read_model_manifest(folder / FILE_NAME)
 
 
 def _cubins(folder: Path) -> set[Path]:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..generator.errors import ArtifactError
+from ..generator.errors import ArtifactError, ConfigError
+from ..generator.schedules import ScheduleTable, table_from_json
 from ..generator.specs import ABI_VERSION, Param
 from .ptxas import Resources
 
@@ -74,11 +75,12 @@ class KernelRecord:
 
 @dataclass(frozen=True)
 class ModelManifest:
-    """All kernels of one model shape and precision."""
+    """All kernels of one model shape and precision; ``table`` where another than the shipped one planned them."""
 
     config: str
     precision: str
     kernels: tuple[KernelRecord, ...]
+    table: ScheduleTable | None = None
 
 
 def load_cubin(record: KernelRecord) -> bytes:
@@ -109,15 +111,24 @@ def read_kernel_manifest(folder: Path) -> KernelRecord:
 
 def write_model_manifest(manifest: ModelManifest, path: Path) -> None:
     """Write the manifest of a model's kernels."""
-    kernels = [record.to_json() for record in manifest.kernels]
-    _write(path, {"schema": SCHEMA, "config": manifest.config, "precision": manifest.precision, "kernels": kernels})
+    content: dict[str, Any] = {"schema": SCHEMA, "config": manifest.config, "precision": manifest.precision}
+    if manifest.table is not None:
+        content["table"] = manifest.table.to_json()
+    content["kernels"] = [record.to_json() for record in manifest.kernels]
+    _write(path, content)
 
 
 def read_model_manifest(path: Path) -> ModelManifest:
     """Read the manifest of a model's kernels."""
     take = _read(path)
     kernels = tuple(KernelRecord.from_json(item, path) for item in take("kernels", list))
-    return ModelManifest(take("config", str), take("precision", str), kernels)
+    table = None
+    if "table" in take.data:
+        try:
+            table = table_from_json(take("table", dict), path)
+        except ConfigError as error:
+            raise ArtifactError(f"{error}; {_REBUILD}") from None
+    return ModelManifest(take("config", str), take("precision", str), kernels, table)
 
 
 class _Reader:

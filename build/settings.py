@@ -5,6 +5,7 @@
 | FUTRANSFORMER_CACHE | the cache folder; else XDG_CACHE_HOME/futransformer, else ~/.cache/futransformer |
 | FUTRANSFORMER_NVCC | the nvcc to use, whatever else is installed |
 | FUTRANSFORMER_DISABLE_JIT | 1: never compile; a kernel that is not in the cache is an error |
+| FUTRANSFORMER_SCHEDULES | a table of measured GEMM schedules; else the one tuned for this card, else the shipped |
 | CUDA_HOME, CUDA_PATH | a CUDA tool kit, asked before the one that pip installed |
 | NVCC_CCBIN | the host compiler; else g++ on PATH |
 """
@@ -36,6 +37,12 @@ class BuildSettings:
     lock_timeout: float = 600.0  # seconds to wait for another process that builds the same kernel
     include_dir: Path = HEADERS  # our own device headers
     cutlass_include: Path | None = None  # None: those of the nvidia-cutlass package
+    schedules: Path | None = None  # None: the table that was tuned for this card, else the shipped one
+
+    @property
+    def tuned(self) -> Path:
+        """The folder of the tables that were tuned here, one a kind of card."""
+        return self.cache_root / "schedules"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, *, jobs: int | None = None) -> BuildSettings:
@@ -54,13 +61,27 @@ class BuildSettings:
             search_path=env.get("PATH", ""),
             jit=not _BOOLEANS[disable],
             jobs=jobs,
+            schedules=_expanded(env["FUTRANSFORMER_SCHEDULES"]) if env.get("FUTRANSFORMER_SCHEDULES") else None,
         )
 
 
 def _cache_root(env: Mapping[str, str]) -> Path:
     if env.get("FUTRANSFORMER_CACHE"):
-        return Path(env["FUTRANSFORMER_CACHE"]).expanduser().absolute()
+        return _expanded(env["FUTRANSFORMER_CACHE"]).absolute()
     # The XDG specification: a relative XDG_CACHE_HOME is invalid and to be ignored.
     xdg = env.get("XDG_CACHE_HOME", "")
-    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
-    return (Path(xdg) if os.path.isabs(xdg) else home / ".cache") / "futransformer"
+    return (Path(xdg) if os.path.isabs(xdg) else _home(env) / ".cache") / "futransformer"
+
+
+def _expanded(path: str) -> Path:
+    """With ~ written out; of a user whom nobody knows it stays, where Path.expanduser raises a bare RuntimeError."""
+    return Path(os.path.expanduser(path))
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    if env.get("HOME"):
+        return Path(env["HOME"]).absolute()
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise InputError("there is no home folder to keep a cache in: set FUTRANSFORMER_CACHE to a folder") from None

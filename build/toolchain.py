@@ -133,7 +133,9 @@ def _inspect(path: Path, origin: str, passed_over: tuple[str, ...]) -> Nvcc:
     if not os.access(path, os.X_OK):
         raise ToolchainError(f"{path} is not executable")
     try:
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        asked = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{path} does not run: {error}") from None
     found = re.search(r"release \d+\.\d+, V(\d+)\.(\d+)\.(\d+)", asked.stdout)

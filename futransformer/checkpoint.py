@@ -9,6 +9,7 @@ the gain is taken in float32 and rounded to BF16 once. Nothing is unpickled, eve
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OLD_ROPE = "rotary_emb.inv_freq"  # RoPE frequencies in old Llama checkpoints, which follow from the config
 LFS_POINTER = b"version https://git-lfs"
+LONGEST_HEADER = 100_000_000  # bytes: what safetensors reads
 
 
 def pair_order(weight: Tensor, head_dim: int) -> Tensor:
@@ -61,7 +64,7 @@ class LogicalLayer:
 
 def load_checkpoint(folder: Path | str, config: LlamaConfig) -> Checkpoint:
     """Open the folder's safetensors and check them against ``config``."""
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; name the Hugging Face folder that holds config.json")
     _refuse_quantised(folder)
@@ -140,8 +143,7 @@ class Checkpoint:
                     f"{self.folder}: {name} is stored as {view.get_dtype()}; supported: {', '.join(STORED_TYPES)}"
                 )
         for name in sorted(self._files):
-            # Old Llama checkpoints store the RoPE frequencies, which follow from the config.
-            if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+            if name not in expected and not name.endswith(OLD_ROPE):
                 raise CheckpointError(
                     f"{self.folder}: {name} is not a tensor of this config (a bias, a further norm, or a layer beyond "
                     f"num_hidden_layers = {self.config.num_hidden_layers}); leaving it out would give wrong answers"
@@ -216,7 +218,7 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
     held: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if shard not in opened:
-            if Path(shard).name != shard:
+            if not shard or Path(shard).name != shard:
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}; shards must lie beside the index")
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{folder / shard} is missing; {INDEX_FILE} keeps {name} in it: fetch it again")
@@ -224,6 +226,14 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
             held[shard] = set(opened[shard].keys())
         if name not in held[shard]:
             raise CheckpointError(f"{folder / shard} lacks {name}, which {INDEX_FILE} promises; fetch both again")
+    for shard, names in held.items():
+        for name in sorted(names):
+            if weight_map.get(name) != shard and not name.endswith(OLD_ROPE):
+                elsewhere = f"keeps in {weight_map[name]}" if name in weight_map else "does not list"
+                raise CheckpointError(
+                    f"{folder / shard} holds {name}, which {INDEX_FILE} {elsewhere}; leaving it out could give wrong "
+                    "answers: fetch both again"
+                )
     return {name: opened[shard] for name, shard in weight_map.items()}
 
 
@@ -246,11 +256,11 @@ def _damage(path: Path) -> str | None:
     try:
         with path.open("rb") as stream:
             (header_size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(header_size, size)))
+            header = json.loads(stream.read(min(header_size, LONGEST_HEADER)))
         ends = {
             name: 8 + header_size + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
         }
-    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
     cut = sorted((end, name) for name, end in ends.items() if end > size)
     return f"it ends at byte {size}, and {cut[0][1]} at byte {cut[0][0]}" if cut else None

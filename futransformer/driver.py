@@ -53,7 +53,10 @@ def require_hopper() -> torch.device:
     """Return the current Hopper device; DeviceError says what is missing and what to do instead."""
     problem = hopper_problem()
     if problem is not None:
-        raise DeviceError(f"{problem}; use the CPU reference (--reference), or a machine with an H100 or H200")
+        raise DeviceError(
+            f"{problem}; use the CPU reference (ReferenceOps; run and perplexity have --reference), "
+            "or a machine with an H100 or H200"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -6,6 +6,7 @@ Kernels are found by the names of the plan's specs; nothing here knows of templa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from futransformer.build.compile import BuildEvent
 from futransformer.build.load import LoadedKernels, load_or_build
+from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import padded_vocab
+from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -30,6 +32,7 @@ from futransformer.ops.interface import PROJECTIONS, Phase, Projection
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.packing import pack_decode, pack_prefill
+from futransformer.tables import exported_table, schedule_table
 
 
 class KernelLibrary:
@@ -71,6 +74,13 @@ class KernelLibrary:
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
+
+    def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
+        """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
+        other = copy.copy(self)
+        other._projections = copy.copy(self._projections)
+        other._projections.gemms = {**self._projections.gemms, ("prefill", op): PrefillGemm({MAX_ROWS: kernel})}
+        return other
 
     def describe(self) -> str:
         """See Ops.describe."""
@@ -175,6 +185,8 @@ def load_kernels(
     device = require_hopper()
     row = get_precision(precision)
     model = config if isinstance(config, LlamaConfig) else load_config(config)
-    plan = make_plan(model, row)
-    built = load_or_build(plan.specs(), folder=folder, progress=progress)
+    settings = BuildSettings.from_environment()
+    table = exported_table(folder) if folder is not None else schedule_table(settings, device.index)
+    plan = make_plan(model, row, table)
+    built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
     return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

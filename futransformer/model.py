@@ -7,7 +7,9 @@ and ``decode`` continue it. T tokens in a pass, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +22,7 @@ from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import InputError
+from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
@@ -111,10 +113,10 @@ class Llama:
         target = ops.device if ops is not None else pick_device(wanted)
         if kernels is not None and (ops is not None or target.type == "cpu"):
             raise InputError(f"kernels ({kernels}) are for a GPU: leave them out, or the request for the reference")
-        checkpoint = load_checkpoint(folder, config)
         reference = isinstance(ops, ReferenceOps) if ops is not None else target.type == "cpu"
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
         check_memory(config.name, plan, target)
+        checkpoint = load_checkpoint(folder, config)
         if ops is None:
             ops = make_ops(
                 config, precision, target, kernels=kernels, progress=progress, batch_invariant=batch_invariant
@@ -137,6 +139,8 @@ class Llama:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these sequences of the batch, in this order; the others' pages are free again."""
+        if len(set(rows)) < len(rows) or not all(0 <= row < len(self.sequences) for row in rows):
+            raise InputError(f"keep takes different rows of a batch of {len(self.sequences)}, not {list(rows)}")
         kept = [self.sequences[row] for row in rows]
         self.cache.release(sequence for sequence in self.sequences if sequence not in kept)
         self.sequences = kept
@@ -144,6 +148,8 @@ class Llama:
 
     def reserve(self, tokens: Sequence[int]) -> None:
         """Make room for this many more tokens in each sequence, or say why there is none."""
+        if len(tokens) != len(self.sequences) or min(tokens, default=0) < 0:
+            raise InputError(f"reserve takes a count for each of {len(self.sequences)} sequences, not {list(tokens)}")
         totals = [sequence.length + count for sequence, count in zip(self.sequences, tokens, strict=True)]
         limit = self.config.max_position_embeddings
         for index, total in enumerate(totals):
@@ -162,14 +168,16 @@ class Llama:
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, rows: Literal["last", "all"] = "last") -> Tensor:
         """Begin a batch; float32 logits of each prompt's last token [B, vocab_size], or of all [T, vocab_size]."""
-        self._check_prompts(prompts)
-        self.start(len(prompts))
-        return self.extend(prompts, rows=rows)
+        checked = self._check_prompts(prompts)
+        self.start(len(checked))
+        return self._extend(checked, rows)
 
-    @allocation_errors("reading prompts", "read fewer or shorter ones at a time, or logits of the last rows alone")
     def extend(self, prompts: Sequence[Sequence[int]], *, rows: Literal["last", "all"] = "last") -> Tensor:
         """Append tokens to every sequence of the batch, many at a time; logits as ``prefill`` gives them."""
-        self._check_prompts(prompts)
+        return self._extend(self._check_prompts(prompts), rows)
+
+    @allocation_errors("reading prompts", "read fewer or shorter ones at a time, or logits of the last rows alone")
+    def _extend(self, prompts: list[list[int]], rows: Literal["last", "all"]) -> Tensor:
         if rows not in ("last", "all"):
             raise InputError(f'logits are given of the "last" rows or of "all", not of {rows!r}')
         if len(prompts) != len(self.sequences):
@@ -207,22 +215,22 @@ class Llama:
                 last.append(offsets[-1] - 1)
         block_table = self.cache.block_table(sequences)
         position = upload(positions, torch.int32, device)
-        x, sumsq = self._forward(
-            upload(tokens, torch.int32, device),
-            PrefillPass(
-                positions=position,
-                slots=token_slots(block_table, upload(owners, torch.int64, device), position),
-                block_table=block_table,
-                cu_seqlens_q=upload(offsets, torch.int32, device),
-                seqlens_k=upload(lengths, torch.int32, device),
-                max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
-            ),
+        rows_of_pass = PrefillPass(
+            positions=position,
+            slots=token_slots(block_table, upload(owners, torch.int64, device), position),
+            block_table=block_table,
+            cu_seqlens_q=upload(offsets, torch.int32, device),
+            seqlens_k=upload(lengths, torch.int32, device),
+            max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
         )
-        if rows == "last":
-            if not last:
-                return torch.empty(0, self.config.vocab_size, device=device)
-            x, sumsq = self.ops.gather_rows(x, upload(last, torch.int32, device))
-        return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+        ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
+        with self.ops.chain():  # opened when all that its kernels may read early is on its way
+            x, sumsq = self._forward(ids, rows_of_pass)
+            if rows == "last":
+                if not last:
+                    return torch.empty(0, self.config.vocab_size, device=device)
+                x, sumsq = self.ops.gather_rows(x, ends)
+            return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
 
     # Decode
 
@@ -247,9 +255,9 @@ class Llama:
     def _decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Append one token to every sequence; logits that the next step overwrites."""
         if not isinstance(tokens, Tensor) or tokens.device.type == "cpu":
-            values: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-            self._check_tokens("decode", values)
-            tokens = upload(values, torch.int32, self.cache.device)
+            tokens = upload(self._token_ids("decode", tokens), torch.int32, self.cache.device)
+        elif tokens.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"decode takes tokens as int32 or int64, not as {tokens.dtype}")
         if not self.sequences:
             raise InputError("decode continues sequences, and there are none: begin with prefill")
         if tokens.shape != (len(self.sequences),):
@@ -306,15 +314,17 @@ class Llama:
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        self._check_prompts(prompts)
+        checked = self._check_prompts(prompts)
         ends = frozenset(self.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        generated: list[list[int]] = [[] for _ in prompts]
-        active = list(range(len(prompts)))
-        self.start(len(prompts))
+        generated: list[list[int]] = [[] for _ in checked]
+        active = list(range(len(checked)))
+        self.start(len(checked))
         try:
             # the last new token is never read, so it needs no slot
-            self.reserve([len(prompt) + max_new_tokens - 1 for prompt in prompts])
-            tokens = self.ops.argmax(self.extend(prompts))
+            self.reserve([len(prompt) + max_new_tokens - 1 for prompt in checked])
+            logits = self._extend(checked, "last")
+            check_numbers(self.config.name, logits)
+            tokens = self.ops.argmax(logits)
             for step in range(1, max_new_tokens + 1):
                 chosen: list[int] = tokens.tolist()  # the one synchronisation of a step
                 for index, token in zip(active, chosen, strict=True):
@@ -343,25 +353,47 @@ class Llama:
             x, sumsq = llama_block(self.ops, layer, x, sumsq, rows, self.weights.rope_table, k_pages, v_pages)
         return x, sumsq
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        if not prompts:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the prompts as lists of token ids, whatever kind of sequence they came as."""
+        try:
+            listed = list(prompts)
+        except TypeError:
+            raise InputError(f"prompts are lists of token ids, one a sequence, not {prompts!r}") from None
+        if not listed:
             raise InputError("the batch is empty: give at least one prompt")
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, (str, int)):
-                raise InputError(
-                    f"prompt {index} is {prompt!r}, not a list of token ids, as futransformer.tokenizer.Tokenizer makes"
-                )
-            if len(prompt) == 0:
-                raise InputError(f"prompt {index} is empty: give at least one token (the model's BOS, for example)")
-            self._check_tokens(f"prompt {index}", prompt)
+        checked = [self._token_ids(f"prompt {index}", prompt) for index, prompt in enumerate(listed)]
+        if [] in checked:
+            raise InputError(
+                f"prompt {checked.index([])} is empty: give at least one token (the model's BOS, for example)"
+            )
+        return checked
 
-    def _check_tokens(self, where: str, tokens: Sequence[int]) -> None:
-        for token in (min(tokens, default=0), max(tokens, default=0)):
+    def _token_ids(self, where: str, tokens: Tensor | Iterable[int]) -> list[int]:
+        """Return integers within the vocabulary; a float is refused, not rounded."""
+        values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # of a tensor or an array
+        try:
+            ids = [operator.index(value) for value in values]
+        except TypeError:
+            shown = reprlib.repr(values)
+            raise InputError(
+                f"{where}: {shown} is not a list of token ids, as futransformer.tokenizer.Tokenizer makes"
+            ) from None
+        for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self.config.vocab_size:
                 raise InputError(
                     f"{where}: token {token} is outside the vocabulary of {self.config.vocab_size}; "
                     "was it made by another model's tokenizer?"
                 )
+        return ids
+
+
+def check_numbers(name: str, logits: Tensor) -> None:
+    """Refuse to go on from logits that are not numbers: what was chosen by them would look like an answer."""
+    if logits.isnan().any():
+        raise CheckpointError(
+            f"{name} gives logits that are not numbers: its weights hold NaN or infinities, or its activations leave "
+            "the range of BF16; fetch the checkpoint again, and compare with another implementation"
+        )
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

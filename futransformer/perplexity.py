@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.errors import InputError
-from futransformer.model import Llama
+from futransformer.model import Llama, check_numbers
 
 Through = Literal["prefill", "decode"]
 Progress = Callable[[int, int, float], None]
@@ -77,7 +77,9 @@ def score(
     score_windows = score_by_prefill if through == "prefill" else score_by_decode
     scored: list[Tensor] = []
     for first in range(0, len(chosen), batch):
-        scored += [nll.cpu() for nll in score_windows(model, chosen[first : first + batch])]
+        for nll in score_windows(model, chosen[first : first + batch]):
+            scored.append(nll.cpu())
+            check_numbers(model.config.name, scored[-1])
         if progress is not None:
             progress(len(scored), len(chosen), torch.cat(scored).double().mean().exp().item())
     model.keep([])

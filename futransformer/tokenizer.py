@@ -28,12 +28,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of the text as it stands; nothing is added."""
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return tokens
+        return self._ids(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a prompt to continue, with the BOS that the tokenizer adds, if it adds one."""
-        tokens: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        return self._ids(text, add_special_tokens=True)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # of bytes on the command line that are no text
+            raise InputError(f"the text is not UTF-8: character {error.start} is {text[error.start]!r}") from None
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return tokens
 
     @property
@@ -51,9 +57,15 @@ class Tokenizer:
                 f"{self.folder} is a base model: it has no chat template; let it continue text instead (--no-chat), "
                 "or use an instruction-tuned model"
             )
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise CheckpointError(
+                f"{self.folder}: the chat template refuses a user's message: {error}; let the model continue text "
+                "instead (--no-chat)"
+            ) from error
         return self.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -78,6 +90,11 @@ class TextStream:
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         piece, self._shown = text[len(self._shown) :], text
+        return piece
+
+    def rest(self) -> str:
+        """Return what ``add`` has held back, at the end: a character that was never completed."""
+        piece, self._shown = self.text[len(self._shown) :], self.text
         return piece
 
     @property

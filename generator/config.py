@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ COUNTS = (
     "max_position_embeddings",
 )
 FEATURE_MULTIPLE = 64  # of hidden_size and intermediate_size: one K step of the prefill GEMMs
+MAX_COUNT = 2**29  # kernels count in 32 bits, and a projection may have twice as many rows (gate and up)
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class RopeScaling:
             f"high_freq_factor ({self.high_freq_factor})",
         )
         _require(
-            self.original_max_position_embeddings > 0,
+            0 < self.original_max_position_embeddings <= MAX_COUNT,
             "llama3 RoPE scaling",
-            f"original_max_position_embeddings must be positive, not {self.original_max_position_embeddings}",
+            f"original_max_position_embeddings must be positive and at most {MAX_COUNT}, "
+            f"not {self.original_max_position_embeddings}",
         )
 
 
@@ -80,7 +83,9 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for key in COUNTS:
-            _require(getattr(self, key) > 0, self.name, f"{key} must be positive, not {getattr(self, key)}")
+            count: int = getattr(self, key)
+            _require(count > 0, self.name, f"{key} must be positive, not {count}")
+            _require(count <= MAX_COUNT, self.name, f"{key} must not exceed {MAX_COUNT}, and is {count}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         _require(
             heads % kv_heads == 0,
@@ -97,6 +102,11 @@ class LlamaConfig:
             self.head_dim in HEAD_DIMS,
             self.name,
             f"head_dim {self.head_dim} is not supported; kernels exist for head_dim {_listing(HEAD_DIMS)}",
+        )
+        _require(
+            self.heads.qkv_features <= MAX_COUNT,
+            self.name,
+            f"q, k and v have {self.heads.qkv_features} features together, which must not exceed {MAX_COUNT}",
         )
         for key in ("hidden_size", "intermediate_size"):
             _require(
@@ -153,21 +163,35 @@ def load_config(name_or_path: str | Path) -> LlamaConfig:
     """
     if isinstance(name_or_path, str) and name_or_path.lower() in CONFIGS:
         return CONFIGS[name_or_path.lower()]
-    path = Path(name_or_path).expanduser()
+    try:
+        path = _config_file(name_or_path)
+        generation_path = path.with_name("generation_config.json")
+        generation = JsonReader(generation_path, read_json(generation_path)) if generation_path.is_file() else None
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"{name_or_path} cannot be read: {error.strerror}") from error
+    return _parse(JsonReader(path, read_json(path)), generation, name=path.resolve().parent.name)
+
+
+def _config_file(name_or_path: str | Path) -> Path:
+    """Return the config.json that is named, or that lies in the folder that is named."""
+    path = Path(os.path.expanduser(name_or_path))  # a ~user whom nobody knows stays as it is, and is not found
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise ConfigError(f"{path} does not exist; a Hugging Face folder holds config.json beside its weights")
     elif not path.is_file():
+        if isinstance(name_or_path, Path):
+            raise ConfigError(
+                f"there is no file or folder {path}; a Path is a Hugging Face folder or a config.json, never the name "
+                "of a shape. A model of the Hub must be downloaded first (hf download)"
+            )
         close = difflib.get_close_matches(str(name_or_path).lower(), CONFIGS, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(
-            f"{name_or_path} is neither a named model nor a file or folder; {hint}"
-            f"Named models: {', '.join(CONFIGS)}. A model of the Hub must be downloaded first"
+            f"{name_or_path} is neither a named model nor a file or folder{hint} "
+            f"Named models: {', '.join(CONFIGS)}. A model of the Hub must be downloaded first (hf download)"
         )
-    generation_path = path.with_name("generation_config.json")
-    generation = JsonReader(generation_path, read_json(generation_path)) if generation_path.is_file() else None
-    return _parse(JsonReader(path, read_json(path)), generation, name=path.resolve().parent.name)
+    return path
 
 
 def _parse(reader: JsonReader, generation: JsonReader | None, name: str) -> LlamaConfig:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
-from typing import TypedDict
 
 from .precision import Precision
+from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
+from .schedules import Schedule as _Schedule
+from .schedules import ScheduleTable, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import MAX_SHARED_BYTES, shared_share
 from .specs.decode_gemm import ROW_TILE
@@ -16,11 +15,6 @@ from .specs.decode_gemm import ROW_TILE
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
 MAX_ROWS = 2**31 - 1  # the bucket of a prefill GEMM that serves any number of rows
-
-_MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; launches read the card's own number
-TABLE = (
-    Path(__file__).parent / "gemm_table.json"
-)  # schedules for an H200; docs/notebook/gemm.md says how they were chosen
 
 # Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
 MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
@@ -42,36 +36,29 @@ def padded_vocab(vocab_size: int) -> int:
     return -(-vocab_size // 64) * 64
 
 
-def gemm_specs(op: str, n: int, k: int, precision: Precision, heads: Heads | None = None) -> dict[int, GemmSpec]:
+def gemm_specs(
+    op: str, n: int, k: int, precision: Precision, heads: Heads | None = None, table: ScheduleTable | None = None
+) -> dict[int, GemmSpec]:
     """The prefill GEMMs of one projection, by the largest number of rows that each serves.
 
     Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, and
     as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above, ``_large``. A row
-    of gemm_table.json for the shape and number of rows comes before any rule.
+    of the table (default: the shipped one) for the shape and number of rows comes before any rule.
     """
-    tuned = _tuned_schedules().get((op, precision.prefill.name, n, k), {})
+    table = table or shipped_table()
+    tuned = table.find(op, precision.prefill.name, n, k)
 
-    def spec(bucket: int, choose: Callable[[str, int, int, Precision], _Schedule]) -> GemmSpec:
-        schedule = tuned.get(bucket) or choose(op, n, k, precision)
+    def spec(bucket: int, choose: Callable[[str, int, int, Precision, int], _Schedule]) -> GemmSpec:
+        row = tuned.get(None if bucket == MAX_ROWS else bucket)
+        schedule = row or choose(op, n, k, precision, table.multiprocessors)
         return GemmSpec(op, precision.prefill, n, k, **schedule, heads=heads)
 
     small, medium, large = spec(64, _small), spec(256, _medium), spec(MAX_ROWS, _large)
     blocks = -(-n // medium.tile.n) * 2 * medium.splits
-    if blocks > 4 * _MULTIPROCESSORS or (medium.tile, medium.splits) == (large.tile, 1):
+    waves = blocks / table.multiprocessors
+    if 256 not in tuned and (waves > 4 or (medium.tile, medium.splits) == (large.tile, 1)):
         medium = large  # with so many waves the last one matters little
     return {64: small, 256: medium, MAX_ROWS: large}
-
-
-class _Schedule(TypedDict):
-    """The fields of a GemmSpec that do not change what it computes."""
-
-    tile: Tile
-    cluster_m: int
-    cluster_n: int
-    splits: int
-    stages: int
-    schedule: str
-    raster: int
 
 
 def _schedule(
@@ -92,7 +79,9 @@ def _schedule(
     )
 
 
-def _few_rows(op: str, n: int, k: int, precision: Precision, tiles_m: int, tile_m: int) -> _Schedule:
+def _few_rows(
+    op: str, n: int, k: int, precision: Precision, multiprocessors: int, tiles_m: int, tile_m: int
+) -> _Schedule:
     """The tile width and split of K that give the shortest waves of blocks.
 
     A block's time a column of K is that of its products (2048 multiply-adds a clock) or of its operands' way into
@@ -105,23 +94,23 @@ def _few_rows(op: str, n: int, k: int, precision: Precision, tiles_m: int, tile_
         blocks = -(-n // width) * tiles_m * splits
         column = max(tile_m * width / 2048, (tile_m + width) * precision.prefill.bits / 8 / 64)
         block = column * -(-k // (64 * splits)) * 64 + (3000 if splits > 1 else 0)
-        return -(-blocks // _MULTIPROCESSORS) * block, splits, -width
+        return -(-blocks // multiprocessors) * block, splits, -width
 
     width, splits = min(((w, s) for w in range(group, 257, group) for s in (1, 2)), key=clocks)
     return _schedule(precision, Tile(tile_m, width, 64), (1, 1, splits))
 
 
-def _small(op: str, n: int, k: int, precision: Precision) -> _Schedule:
+def _small(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
     """Up to 64 rows: one row of wgmma."""
-    return _few_rows(op, n, k, precision, tiles_m=1, tile_m=64)
+    return _few_rows(op, n, k, precision, multiprocessors, tiles_m=1, tile_m=64)
 
 
-def _medium(op: str, n: int, k: int, precision: Precision) -> _Schedule:
+def _medium(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
     """Up to 256 rows: two tiles of 128."""
-    return _few_rows(op, n, k, precision, tiles_m=2, tile_m=128)
+    return _few_rows(op, n, k, precision, multiprocessors, tiles_m=2, tile_m=128)
 
 
-def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
+def _large(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic
@@ -131,23 +120,6 @@ def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
     width = min(widths, key=lambda width: (-(-n // width) * (width + 32), -width))  # + 32: a tile's fixed cost
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
     return _schedule(precision, Tile(128, width, 64), (cluster_m, 1, 1), "cooperative" if width == 256 else "pingpong")
-
-
-@lru_cache(maxsize=1)
-def _tuned_schedules() -> dict[tuple[str, str, int, int], dict[int, _Schedule]]:
-    """Read gemm_table.json: (op, element, n, k) -> bucket -> schedule."""
-    table: dict[tuple[str, str, int, int], dict[int, _Schedule]] = {}
-    for row in json.loads(TABLE.read_text(encoding="utf-8"))["rows"]:
-        table.setdefault((row["op"], row["element"], row["n"], row["k"]), {})[row["rows"] or MAX_ROWS] = _Schedule(
-            tile=Tile(*row["tile"]),
-            cluster_m=row["cluster"][0],
-            cluster_n=row["cluster"][1],
-            splits=row["cluster"][2],
-            stages=row["stages"],
-            schedule=row["schedule"],
-            raster=row["raster"],
-        )
-    return table
 
 
 def decode_gemm_spec(

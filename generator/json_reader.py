@@ -19,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text; fetch it again") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits and endless nesting among them
         raise ConfigError(f"{path} is not valid JSON ({error}); if it was cut short, fetch it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {json.dumps(content)[:40]}")
@@ -54,9 +54,13 @@ class JsonReader:
     def number(self, key: str) -> float:
         """Return a finite float; an int will do."""
         value = self.content.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:  # an int beyond float64
+            number = math.inf
+        if not math.isfinite(number):
             raise self.error(key, f"must be a finite number, {self._found(key)}")
-        return float(value)
+        return number
 
     def boolean(self, key: str) -> bool:
         """Return a bool; absent or null means false."""

@@ -14,6 +14,7 @@ from .heuristics import (
     padded_vocab,
 )
 from .precision import Precision, get_precision
+from .schedules import ScheduleTable
 from .specs import (
     ArgmaxSpec,
     AttentionDecodeSpec,
@@ -61,14 +62,17 @@ def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
-    """Choose every kernel; UnsupportedError says what cannot be served and what can."""
+def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None) -> Plan:
+    """Choose every kernel, by a card's measured schedules first (default: the shipped table's).
+
+    UnsupportedError says what cannot be served and what can.
+    """
     row = get_precision(precision)
     heads = config.heads
     shapes = projections(config)
     return Plan(
         gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),
-        prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None) for op, (n, k) in shapes.items()},
+        prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None, table) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
             op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}
@@ -79,6 +83,8 @@ def make_plan(config: LlamaConfig, precision: str | Precision) -> Plan:
     )
 
 
-def kernel_specs(config: LlamaConfig, precision: str | Precision) -> tuple[KernelSpec, ...]:
+def kernel_specs(
+    config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None
+) -> tuple[KernelSpec, ...]:
     """Every kernel of a model and precision, in a stable order, each name once."""
-    return make_plan(config, precision).specs()
+    return make_plan(config, precision, table).specs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,8 @@ def test_run_streams_the_text_it_generates(tiny_base_model: Path, capsys: Output
     model = Llama.from_pretrained(tiny_base_model, device="cpu")
     (tokens,) = model.generate([tokenizer.encode("Hello")], 9)
     stream = TextStream(tokenizer)
-    assert captured.out == "".join(stream.add(token) for token in tokens) + "\n"
+    assert captured.out == "".join(stream.add(token) for token in tokens) + stream.rest() + "\n"
+    assert captured.out == tokenizer.decode(tokens) + "\n"
     assert "tiny-base on: CPU reference" in captured.err
 
 
@@ -115,6 +117,19 @@ def test_run_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> N
     assert "smollm2-135m" in failure(capsys, "run", "llama-3.1-8b", "--prompt", "Hello")
     assert "no tokenizer" in failure(capsys, "run", tmp_path, "--prompt", "Hello")
     assert "are for a GPU" in failure(capsys, *run, "Hello", "--kernels", tmp_path)
+    assert r"the text is not UTF-8: character 2 is '\udcff'" in failure(capsys, *run, "ab\udcffc")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0", "{{ a.b.c }}"])
+def test_a_chat_template_that_fails_is_one_message(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output, template: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_base_model, tmp_path / "chat"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    message = failure(capsys, "run", folder, "--reference", "--prompt", "Hello")
+    assert f"{folder}: the chat template refuses a user's message: " in message
+    assert "--no-chat" in message
 
 
 def test_text_is_streamed_in_whole_characters(tiny_base_model: Path) -> None:
@@ -124,6 +139,15 @@ def test_text_is_streamed_in_whole_characters(tiny_base_model: Path) -> None:
     stream = TextStream(tokenizer)
     assert [stream.add(token) for token in tokens] == ["", "é", "", "", "€", "", "", "", "𝄞", "!"]
     assert stream.text == "é€𝄞!"
+    assert stream.rest() == ""
+
+
+def test_a_text_that_ends_inside_a_character_is_given_to_its_end(tiny_base_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_base_model)
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in tokenizer.encode("a€")[:-1]] == ["a", "", ""]
+    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.rest() == ""
 
 
 # perplexity
@@ -172,7 +196,8 @@ def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Outpu
     assert "there is no such file" in failure(capsys, *perplexity, "--text", tmp_path / "none")
     assert "is not UTF-8" in failure(capsys, *perplexity, "--text", binary)
     assert "the text has 1 tokens" in failure(capsys, *perplexity, "--text", tmp_path / "short")
-    assert "there is no folder" in failure(capsys, *perplexity, "--nll", tmp_path / "nowhere" / "nll.npy")
+    for wrong in (tmp_path / "nowhere" / "nll.npy", tmp_path):
+        assert f"--nll {wrong}: give the name of a file" in failure(capsys, *perplexity, "--nll", wrong)
     assert "context of 1 scores nothing" in failure(capsys, *perplexity, "--context", 1)
     assert "--batch must be at least 1" in failure(capsys, *perplexity, "--batch", 0)
     assert "max_position_embeddings" in failure(capsys, *perplexity, "--context", 1024, "--windows", 1)

@@ -21,7 +21,10 @@ import pytest
 import futransformer
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.precision import get_precision
 from futransformer.library import load_kernels
+from futransformer.memory import plan_memory
+from futransformer.model import CACHE_TOKENS, MAX_ROWS
 from futransformer.reference import ReferenceOps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +158,22 @@ def test_the_figures_of_the_readme_are_those_that_were_measured() -> None:
     assert alone["differing_outside_near_ties"] == together["differing_outside_near_ties"] == 0
 
 
+def test_the_speeds_of_the_readme_are_those_that_were_measured() -> None:
+    readme = (ROOT / "README.md").read_text()
+    prompts, batches = ("4x2048", "1x8192"), (1, 8, 32)
+    for row, subject, cases in (
+        ("a layer of prefill", "prefill_block", [f"8b/bf16/{prompt}/burst" for prompt in prompts]),
+        ("prefill attention", "attention_prefill", [f"8b/bf16/{prompt}/burst" for prompt in prompts]),
+        ("gate and up + SwiGLU", "gateup_swiglu", ["8b/bf16/M=8192/burst"]),
+        ("qkv, o, down", "gemm", [f"8b/{op}/bf16/M=8192/burst" for op in ("qkv", "o", "down")]),
+        ("a layer of decode", "decode_block", [f"8b/bf16/B={batch}/ctx=1024" for batch in batches]),
+    ):
+        content = json.loads((ROOT / f"benchmarks/results/h200/{subject}.json").read_text())
+        measured = {line["case"].removeprefix(f"{subject}/"): line["ratio"] for line in content["rows"]}
+        said = next(line for line in readme.splitlines() if line.startswith(f"| {row}"))
+        assert said.split("|")[-2].strip() == ", ".join(f"{measured[case]:.2f}" for case in cases)
+
+
 def test_the_table_of_models_is_that_of_the_generator() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [
@@ -175,6 +194,14 @@ def test_the_table_of_models_is_that_of_the_generator() -> None:
         ]
         for config in CONFIGS.values()
     }
+
+
+def test_the_table_of_memory_is_what_the_plan_counts() -> None:
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) GiB \| ([\d.]+) \|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 5
+    for name, total, cache in rows:
+        plan = plan_memory(load_config(name), get_precision("bf16"), cache_tokens=CACHE_TOKENS, rows=MAX_ROWS)
+        assert (total, cache) == (f"{plan.total / 2**30:.1f}", f"{plan.kv_cache / 2**30:.1f}"), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

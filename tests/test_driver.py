@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from futransformer.arguments import TENSOR_MAP_BYTES, Arguments
-from futransformer.driver import Kernel, check, hopper_problem, require_hopper
+from futransformer.driver import Kernel, LaunchChain, check, hopper_problem, require_hopper
 from futransformer.generator.errors import DeviceError, FuTransformerError, InputError
 from futransformer.generator.specs import Param
 from futransformer.tma import TensorMap
@@ -94,6 +95,37 @@ def test_a_launch_with_a_wrong_argument_reaches_no_driver() -> None:
     kernel._driver = SimpleNamespace(cuLaunchKernelEx=lambda *_: pytest.fail("launched"))
     with pytest.raises(InputError, match="a_kernel has no parameter colour"):
         kernel.launch((1, 1, 1), **some_arguments(colour=3))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_a_kernel_that_waits_for_its_predecessor_may_overlap_it(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Any other would read what its predecessor has yet to write."""
+    pytest.importorskip("cuda.bindings.driver")
+    driver = MagicMock()
+    for name in ("LibraryLoadData", "LibraryGetKernel", "DeviceGet", "KernelSetAttribute", "KernelGetFunction"):
+        getattr(driver, f"cu{name}").return_value = (driver.CUresult.CUDA_SUCCESS, 1)
+    driver.CUlaunchConfig.side_effect = driver.CUlaunchAttribute.side_effect = SimpleNamespace
+    launches: list[int] = []
+
+    def launch(config: SimpleNamespace, *_: object) -> tuple[Any]:
+        launches.append(config.numAttrs)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    driver.cuLaunchKernelEx.side_effect = launch
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    spec: Any = SimpleNamespace(dependent_launch=waits)
+    record: Any = SimpleNamespace(name="k", params=(), shared_bytes=0, threads=32, cluster=(1, 1, 1))
+    chain = LaunchChain()
+    kernel = Kernel(spec, record, b"", torch.device("cuda", 0), chain)
+    with chain:
+        for _ in range(3):
+            kernel.launch((1, 1, 1))
+    kernel.launch((1, 1, 1))
+    assert launches == [0, int(waits), int(waits), 0]
 
 
 # Devices

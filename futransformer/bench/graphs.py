@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 
 import torch
@@ -13,10 +14,15 @@ GRAPH_SECONDS = 2e-3  # length of one replay: its own launch, some 10 us, is the
 MAX_CALLS = 256
 
 
-def captured(calls: Sequence[Callable[[], object]], floor_seconds: float) -> tuple[Callable[[], None], int]:
+def captured(
+    calls: Sequence[Callable[[], object]],
+    floor_seconds: float,
+    context: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
+) -> tuple[Callable[[], None], int]:
     """Capture every call in turn, several times over; return what replays the graph, and the calls in it.
 
-    Each call runs twice before, so that whatever it compiles, allocates or looks up is done outside the graph.
+    ``context`` is open meanwhile: a chain of launches that overlap. Each call runs twice before, so that whatever it
+    compiles, allocates or looks up is done outside the graph.
     """
     repeats = max(1, min(MAX_CALLS, round(GRAPH_SECONDS / floor_seconds)) // len(calls))
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -27,7 +33,7 @@ def captured(calls: Sequence[Callable[[], object]], floor_seconds: float) -> tup
                 call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), context:
         for _ in range(repeats):
             for call in calls:
                 call()
@@ -38,9 +44,10 @@ def graphed(
     calls: Sequence[Callable[[], object]],
     outputs: Callable[[], Sequence[torch.Tensor]],
     floor_seconds: float,
+    context: AbstractContextManager[object] = nullcontext(),  # noqa: B008
 ) -> Contender:
-    """Return a contender whose run replays a graph of the calls."""
-    run, count = captured(calls, floor_seconds)
+    """Return a contender whose run replays a graph of the calls; see ``captured``."""
+    run, count = captured(calls, floor_seconds, context)
     return Contender(run=run, outputs=outputs, calls=count)
 
 

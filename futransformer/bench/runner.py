@@ -54,7 +54,7 @@ class Bench:
         self.tuned = tuned
         self.precision: Precision = get_precision(precision)
         self.kernels = kernels
-        self._libraries: dict[str, KernelLibrary] = {}
+        self._libraries: dict[tuple[str, bool], KernelLibrary] = {}
 
     @property
     def ceilings(self) -> Ceilings:
@@ -66,11 +66,14 @@ class Bench:
         """The export of a shape's config."""
         return self.kernels / SHAPES.get(shape, shape) if self.kernels else None
 
-    def library(self, shape: str) -> KernelLibrary:
+    def library(self, shape: str, *, batch_invariant: bool = False) -> KernelLibrary:
         """The kernels of a shape, loaded when they are first asked for."""
-        if shape not in self._libraries:
-            self._libraries[shape] = load_kernels(shape_config(shape), self.precision, folder=self.folder(shape))
-        return self._libraries[shape]
+        key = shape, batch_invariant
+        if key not in self._libraries:
+            self._libraries[key] = load_kernels(
+                shape_config(shape), self.precision, folder=self.folder(shape), batch_invariant=batch_invariant
+            )
+        return self._libraries[key]
 
 
 @dataclass

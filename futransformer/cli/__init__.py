@@ -9,6 +9,7 @@ Each module of commands offers ``add_parsers(subparsers)``; a command's parser n
 | 1 | what was asked for is sound, but it failed here: tool chain, compilation, kernels, GPU, memory, disk |
 | 2 | what was asked for cannot be: usage, configuration, shape, precision, checkpoint, prompt |
 | 130 | interrupted |
+| 129, 143 | ended by SIGHUP (its terminal was closed) or SIGTERM |
 
 An error is a message on standard error, never a traceback. Nothing here imports torch before a command needs it.
 """
@@ -17,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 
-from futransformer.cli import bench, demo, doctor, kernels, model
+from futransformer.cli import bench, demo, doctor, kernels, model, tune
 from futransformer.generator.errors import (
     CheckpointError,
     ConfigError,
@@ -41,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     handler: Callable[[argparse.Namespace], int] = args.handler
     try:
-        status = handler(args)
-        sys.stdout.flush()
+        with _orderly_end():
+            status = handler(args)
+        if sys.stdout is not None:  # None where the shell has closed it
+            sys.stdout.flush()
     except FuTransformerError as error:
         return _fail(str(error), 2 if isinstance(error, _REQUEST_ERRORS) else 1)
     except KeyboardInterrupt:
@@ -51,9 +57,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone; what is left in the buffer must not be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except UnicodeEncodeError as error:
+        lacking = f"the output's encoding, {error.encoding}, has no {error.object[error.start]!a}"
+        return _fail(f"{lacking}: set PYTHONIOENCODING=utf-8", 1)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     return status
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Within it SIGTERM and SIGHUP unwind as an interrupt does: compilers are ended, temporary folders removed.
+
+    A compiler is a process group of its own, so nothing else would end it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:  # nohup has SIGHUP ignored, and so it stays
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"futransformer {_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for commands in (demo, kernels, model, bench, doctor):
+    for commands in (demo, kernels, model, bench, tune, doctor):
         commands.add_parsers(subparsers)
     return parser
 

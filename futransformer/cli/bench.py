@@ -58,6 +58,8 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if not args.seconds > 0:  # nor NaN
+        raise InputError(f"--seconds must be positive, not {args.seconds:g}")
     if REPORT in args.subjects:
         return _report(args)
     if "list" in args.subjects:

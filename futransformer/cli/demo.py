@@ -22,6 +22,7 @@ from futransformer.cli.table import megabytes, table
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.plan import kernel_specs
+from futransformer.tables import schedule_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,12 @@ DEFAULT_NEW_TOKENS = 128  # the model's answer to the default prompt has 78; the
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("demo", help="set up a real small model, build its kernels, and write text with it")
+    parser = subparsers.add_parser(
+        "demo",
+        help="set up a real small model, build its kernels, and write text with it",
+        description="Build the kernels of SmolLM2-135M, fetch that model, and write text: on a Hopper GPU through the "
+        "kernels, elsewhere through the CPU reference.",
+    )
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help=f"the message to answer (default: {DEFAULT_PROMPT})")
     parser.add_argument(
         "--max-new-tokens",
@@ -63,7 +69,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _build_kernels() -> None:
     settings = BuildSettings.from_environment()
-    specs = kernel_specs(load_config(SMALL_MODEL), PRECISION)
+    specs = kernel_specs(load_config(SMALL_MODEL), PRECISION, schedule_table(settings))
     _say(
         f"==> 1 of 3: kernels: {len(specs)} generated for the shape of {SMALL_MODEL} ({PRECISION}), compiled for sm_90a"
     )
@@ -132,7 +138,7 @@ def _write_text(folder: Path, prompt: str, max_new_tokens: int) -> None:
     (written,) = model.generate(
         [tokens], max_new_tokens, on_token=lambda _, token: print(stream.add(token), end="", flush=True)
     )
-    print(flush=True)
+    print(stream.rest(), flush=True)
     ended = "the answer is complete" if written[-1] in model.config.eos_token_ids else "--max-new-tokens"
     _say(f"\n{len(tokens)} tokens read, {len(written)} written in {time.monotonic() - start:.1f} s (ended by: {ended})")
 

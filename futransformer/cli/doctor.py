@@ -63,7 +63,12 @@ class _MissingError(Exception):
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("doctor", help="say what this machine has and lacks to build and run kernels")
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this machine has and lacks to build and run kernels",
+        description="Say what this machine has and lacks, and what helps. Exit status 0: kernels can be generated, "
+        "built and run here; otherwise 1.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(handler=_doctor)
 
@@ -120,6 +125,8 @@ def _checked(name: str, needed_to: str, function: Callable[[BuildSettings], str]
         return Check(name, needed_to, True, function(settings))
     except _MissingError as missing:
         return Check(name, needed_to, False, str(missing), missing.remedy)
+    except OSError as error:
+        return Check(name, needed_to, False, f"cannot be examined: {error}", "correct what the system refuses")
 
 
 def _with_remedy(function: Callable[[BuildSettings], str], remedy: str) -> Callable[[BuildSettings], str]:
@@ -150,7 +157,12 @@ def _nvcc(settings: BuildSettings) -> str:
 
 def _host_compiler(settings: BuildSettings) -> str:
     path = find_host_compiler(settings)
-    asked = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    try:
+        asked = subprocess.run(
+            [path, "-dumpfullversion"], capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise _MissingError(f"{path} does not run: {error.strerror}", INSTALL_HOST_COMPILER) from None
     return f"{asked.stdout.strip() or 'unknown version'} ({path})"
 
 
@@ -230,10 +242,12 @@ def _trial(settings: BuildSettings) -> str:
 
 
 def _torch(_: BuildSettings) -> str:
-    install = "pip install 'torch>=2.11'"
-    torch, version = _import("torch", "torch", install)
+    torch, version = _import("torch", "torch", "pip install 'torch>=2.11'")
     if torch.version.cuda is None:
-        raise _MissingError(f"{version} is built without CUDA", f"{install} (a build for CUDA)")
+        raise _MissingError(
+            f"{version} is built without CUDA",
+            "pip uninstall torch, then pip install 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130",
+        )
     return f"{version}, CUDA {torch.version.cuda}"
 
 

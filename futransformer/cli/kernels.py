@@ -16,12 +16,15 @@ from futransformer.build.export import export
 from futransformer.build.manifest import KernelRecord, ModelManifest
 from futransformer.build.nvcc import nvcc_options
 from futransformer.build.settings import BuildSettings
-from futransformer.cli.table import megabytes, table
+from futransformer.cli.table import megabytes
+from futransformer.cli.table import table as text_table
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.plan import kernel_specs
 from futransformer.generator.precision import PRECISIONS
 from futransformer.generator.render import render
+from futransformer.generator.schedules import ScheduleTable
 from futransformer.generator.specs import AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, KernelSpec
+from futransformer.tables import recorded, schedule_table
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -29,14 +32,23 @@ if TYPE_CHECKING:
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the commands of this module."""
-    generate = subparsers.add_parser("generate", help="write the kernels' CUDA sources; needs no nvcc")
+    generate = subparsers.add_parser(
+        "generate",
+        help="write the kernels' CUDA sources; needs no nvcc",
+        description="Write the CUDA source of every kernel that a model needs; needs no nvcc, torch or GPU.",
+    )
     _add_model(generate)
     generate.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="where to write them (default: kernels-CONFIG-PRECISION)"
     )
     generate.set_defaults(handler=_generate)
 
-    build = subparsers.add_parser("build", help="compile the kernels into the cache")
+    build = subparsers.add_parser(
+        "build",
+        help="compile the kernels into the cache",
+        description="Compile every kernel that a model needs and the cache lacks, and print what each takes; "
+        "needs no GPU.",
+    )
     _add_model(build)
     build.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="also export cubins and manifest, for a machine without nvcc"
@@ -47,13 +59,18 @@ def add_parsers(subparsers: Subparsers) -> None:
     build.add_argument("--json", action="store_true", help="print JSON instead of a table")
     build.set_defaults(handler=_build)
 
-    cache = subparsers.add_parser("cache", help="list or clear the kernel cache")
+    cache = subparsers.add_parser(
+        "cache",
+        help="list or clear the kernel cache",
+        description="The cache of compiled kernels: FUTRANSFORMER_CACHE, else XDG_CACHE_HOME/futransformer, "
+        "else ~/.cache/futransformer.",
+    )
     actions = cache.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, handler, text in (
         ("list", _cache_list, "list the kernels in the cache"),
-        ("clear", _cache_clear, "remove all of them"),
+        ("clear", _cache_clear, "remove all kernels from the cache; the small model stays"),
     ):
-        action = actions.add_parser(name, help=text)
+        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
         action.set_defaults(handler=handler)
 
@@ -64,12 +81,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    config, specs = _plan(args)
+    settings = BuildSettings.from_environment()
+    config, _, specs = _plan(args, settings)
     folder: Path = args.output or Path(f"kernels-{config.name}-{args.precision}")
     folder.mkdir(parents=True, exist_ok=True)
     for spec in specs:
         (folder / f"{file_stem(spec.name)}.cu").write_text(render(spec), encoding="utf-8")
-    settings = BuildSettings.from_environment()
     command = shlex.join(["nvcc", *nvcc_options([settings.include_dir, Path("CUTLASS/include")])])
     print(f"{len(specs)} sources for {config.name}, {args.precision}, in {folder}")
     print(f"To compile one by hand: {command} KERNEL.cu")
@@ -77,8 +94,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    config, specs = _plan(args)
     settings = BuildSettings.from_environment(jobs=args.jobs)
+    config, table, specs = _plan(args, settings)
     events: list[BuildEvent] = []
 
     def progress(event: BuildEvent) -> None:
@@ -90,7 +107,7 @@ def _build(args: argparse.Namespace) -> int:
     records = build_kernels(specs, settings=settings, progress=progress)
     seconds = time.monotonic() - start
     if args.output:
-        manifest = ModelManifest(config.name, args.precision, records)
+        manifest = ModelManifest(config.name, args.precision, records, recorded(table))
         records = export(manifest, args.output).kernels
     compiled = sum(not event.cached for event in events)
     if args.json:
@@ -110,7 +127,7 @@ def _build(args: argparse.Namespace) -> int:
         )
         return 0
     header = ("kernel", "tile", "stages", "registers", "shared B", "spill B", "seconds")
-    print(table(header, [_row(spec, record) for spec, record in zip(specs, records, strict=True)]))
+    print(text_table(header, [_row(spec, record) for spec, record in zip(specs, records, strict=True)]))
     where = args.output or settings.cache_root
     print(f"{len(records)} kernels of {config.name} ({args.precision}) in {where}: {compiled} built, {seconds:.1f} s")
     return 0
@@ -148,7 +165,7 @@ def _cache_list(args: argparse.Namespace) -> int:
         for entry in entries
     ]
     if rows:
-        print(table(("kernel", "source-tool chain", "nvcc", "size", "seconds"), rows))
+        print(text_table(("kernel", "source-tool chain", "nvcc", "size", "seconds"), rows))
     print(f"{len(entries)} kernels, {megabytes(total)}, in {cache.root}")
     return 0
 
@@ -176,9 +193,11 @@ def _cache_clear(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> tuple[LlamaConfig, tuple[KernelSpec, ...]]:
-    config = load_config(args.config)
-    return config, kernel_specs(config, args.precision)
+def _plan(
+    args: argparse.Namespace, settings: BuildSettings
+) -> tuple[LlamaConfig, ScheduleTable, tuple[KernelSpec, ...]]:
+    config, table = load_config(args.config), schedule_table(settings)
+    return config, table, kernel_specs(config, args.precision, table)
 
 
 def _row(spec: KernelSpec, record: KernelRecord) -> tuple[str, ...]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -28,7 +30,11 @@ DEFAULT_BATCH = {"prefill": 4, "decode": 32}
 
 def add_parsers(subparsers: Subparsers) -> None:
     """Add the commands of this module."""
-    run = subparsers.add_parser("run", help="write text that continues or answers a prompt")
+    run = subparsers.add_parser(
+        "run",
+        help="write text that continues or answers a prompt",
+        description="Write text, greedily: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
+    )
     _add_model(run)
     run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
     run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
@@ -39,7 +45,11 @@ def add_parsers(subparsers: Subparsers) -> None:
     )
     run.set_defaults(handler=_run)
 
-    perplexity = subparsers.add_parser("perplexity", help="measure how well a model predicts a text")
+    perplexity = subparsers.add_parser(
+        "perplexity",
+        help="measure how well a model predicts a text",
+        description="Measure how well a model predicts a text, in windows that do not overlap (docs/numerics.md).",
+    )
     _add_model(perplexity)
     perplexity.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a page of our own)")
     perplexity.add_argument(
@@ -69,6 +79,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
     tokenizer = Tokenizer(model_folder(args.model))
@@ -76,8 +88,6 @@ def _run(args: argparse.Namespace) -> int:
     prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
     if not prompt:
         raise InputError("the prompt is empty: give --prompt at least one word")
-    if args.max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
     model = _load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
     stream = TextStream(tokenizer)
 
@@ -90,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
     seconds = time.perf_counter() - start
     if not args.json:
-        print()
+        print(stream.rest())
         return 0
     report = {
         "model": model.config.name,
@@ -116,8 +126,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
-    if args.nll is not None and not args.nll.absolute().parent.is_dir():
-        raise InputError(f"--nll {args.nll}: there is no folder {args.nll.parent}")
+    if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
+        raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
     text_name, text = _read_text(args.text)
     tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
@@ -174,11 +184,12 @@ def model_folder(name: str) -> Path:
         from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli
 
         return prepare_small_model(progress=_say)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
+        known = f"; {name} is the name of a shape, without weights" if name.lower() in CONFIGS else ""
         raise CheckpointError(
-            f"there is no folder {folder}; MODEL is a Hugging Face folder (config.json, tokenizer, safetensors), "
-            f"or {SMALL_MODEL}, which is downloaded"
+            f"there is no folder {folder}{known}; MODEL is a Hugging Face folder (config.json, tokenizer, "
+            f"safetensors), which `hf download` fetches, or {SMALL_MODEL}, which is fetched here"
         )
     return folder
 

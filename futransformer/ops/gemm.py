@@ -46,7 +46,7 @@ class PrefillGemm:
         clusters = min(tiles, kernel.sm_count * spec.blocks_per_sm // blocks)
         kernel.launch(
             (clusters * spec.cluster_m, spec.cluster_n, spec.splits),
-            x=tensor_map_2d(x, tile.m // spec.cluster_n, tile.k),
+            x=tensor_map_2d(x, spec.box_rows(m), tile.k),
             weight=tensor_map_2d(weight, tile.n // spec.cluster_m, tile.k),
             m=m,
             **epilogue,

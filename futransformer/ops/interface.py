@@ -27,7 +27,7 @@ class Ops(Protocol):
         ...
 
     def chain(self) -> AbstractContextManager[None]:
-        """A context whose operations may overlap. Inside it only activations and the newest tokens' slots are written:
+        """A context whose operations may overlap. Inside it only activations and its own tokens' slots are written:
         weights, tables, lengths and keys of earlier tokens are read ahead of their turn. Chains do not nest.
         """
         ...

@@ -22,6 +22,7 @@ class AttentionPrefillSpec(KernelSpec):
 
     template: ClassVar[str] = "attention_prefill_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("HGMMA", "UTMALDG")
+    dependent_launch: ClassVar[bool] = True
 
     element: Element
     heads: Heads

@@ -17,7 +17,8 @@ class GemmSpec(KernelSpec):
     """One prefill GEMM. ``n`` counts the weight's rows (for gate_up both halves), ``k`` its columns.
 
     x [T, k] and the packed weight [n, k] arrive as tensor maps with boxes of tile.m (tile.n) rows by tile.k columns,
-    divided along the rows by the cluster's blocks in the other dimension (multicast), 128-byte swizzle.
+    divided along the rows by the cluster's blocks in the other dimension (multicast), 128-byte swizzle; that of x has
+    no more rows than x, rounded up to eight (``box_rows``).
 
     A cluster is one block or a pair: two along M share a weight tile, two along N a tile of x, and ``splits`` of 2
     halves K. ``schedule``: the consumer warpgroups share a tile (cooperative), or each has its own (pingpong).
@@ -115,6 +116,10 @@ class GemmSpec(KernelSpec):
     def cluster(self) -> tuple[int, int, int]:
         """Blocks that share weight tiles, blocks that share tiles of x, or blocks that split K."""
         return (self.cluster_m, self.cluster_n, self.splits)
+
+    def box_rows(self, rows: int) -> int:
+        """Rows of the boxes that x comes in, where it has ``rows``: the kernel counts on their bytes."""
+        return min(self.tile.m // self.cluster_n, -(-rows // 8) * 8)
 
     @property
     def shared_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ class CpuBench(Bench):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), CEILINGS)
 
-    def library(self, shape: str) -> ReferenceKernels:  # type: ignore[override]
-        """The reference of a shape."""
+    def library(self, shape: str, *, batch_invariant: bool = False) -> ReferenceKernels:  # type: ignore[override]
+        """The reference of a shape; a row of it depends on no other anyway."""
         return ReferenceKernels(load_config(shape))
 
 
@@ -98,12 +99,15 @@ class CpuBench(Bench):
 def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
     """A bench without GPU, CUDA graphs or compiler."""
 
-    def looped(calls: Sequence[Callable[[], object]], floor_seconds: float) -> tuple[Callable[[], None], int]:
+    def looped(
+        calls: Sequence[Callable[[], object]], floor_seconds: float, context: AbstractContextManager[object]
+    ) -> tuple[Callable[[], None], int]:
         assert floor_seconds > 0
 
         def run() -> None:
-            for call in calls:
-                call()
+            with context:
+                for call in calls:
+                    call()
 
         return run, len(calls)
 

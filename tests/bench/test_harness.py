@@ -100,6 +100,18 @@ def test_the_first_part_of_a_sustained_block_does_not_count(clock: FakeClock, ha
     assert timings["a"].p90 == pytest.approx(1e-3)
 
 
+def test_the_stretch_that_heats_the_card_does_not_count(clock: FakeClock, harness: Harness) -> None:
+    """A card that is slower until it has reached its power cap."""
+
+    def make(name: str) -> Contender:
+        return Contender(
+            run=lambda: clock.work(name, 9e-3 if clock.time < timing.HEAT_SECONDS / 2 else 3e-3), outputs=tuple
+        )
+
+    timings = harness.measure("sustained", {name: make(name) for name in "ab"}, 1.0)
+    assert [timings[name].p90 for name in "ab"] == pytest.approx([3e-3, 3e-3])
+
+
 def test_a_budget_is_kept(clock: FakeClock, harness: Harness, timed: Timed) -> None:
     contenders = {name: timed(name, 1e-3) for name in "abcde"}
     for regime, seconds, slack in (("burst", 4.0, 1.2), ("sustained", 6.0, 1.5), ("steady", 1.0, 1.2)):

@@ -131,3 +131,32 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.Ca
             report.read(tmp_path)
     assert main(["bench", "report", "--output", str(tmp_path)]) == 2
     assert "measure that subject again" in capsys.readouterr().err
+
+
+def test_what_compute_sanitizer_found() -> None:
+    counts = {"cases": 2, "launches": 3, "warnings": 0}
+    content = {
+        "subject": "sanitize",
+        **{key: value for key, value in FRAME.items() if key != "ceilings"},
+        "version": "2025.3.1.0",
+        "seconds": 91.5,
+        "rows": [
+            {"case": "sanitize/memcheck/gemm_a", "errors": 0, **counts},
+            {"case": "sanitize/memcheck/gemm_b", "errors": 0, **counts},
+            {"case": "sanitize/racecheck/gemm_a", "errors": 7, **counts},
+        ],
+        "planted": [
+            {"tool": "racecheck", "kernel": "planted_none", "errors": 0, "warnings": 0},
+            {"tool": "racecheck", "kernel": "planted_shared_race", "errors": 1, "warnings": 0, "required": True},
+            {"tool": "racecheck", "kernel": "planted_unawaited_copy", "errors": 0, "warnings": 0, "required": False},
+        ],
+        "messages": ["racecheck/gemm_a: Error: Race reported"],
+        "failures": [],
+        "left_out": ["memcheck/odd/rows"],
+    }
+    text = report.section(content)
+    assert "| tool | kernels | cases | launches | errors | warnings | planted faults found |" in text
+    assert "| memcheck | 2 | 4 | 6 | 0 | 0 | 0 of 0 |" in text
+    assert "| racecheck | 1 | 2 | 3 | 7 | 0 | 1 of 2 |" in text
+    assert "- racecheck/gemm_a: Error: Race reported\n- memcheck/odd/rows\n" in text
+    assert not report.has_plot(content)

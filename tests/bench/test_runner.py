@@ -190,6 +190,10 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(["bench", "gemm", "--only", "nothing"]) == 2
     assert main(["bench", "accuracy"]) == 2
     assert main(["bench", "report", "gemm"]) == 2
+    for seconds in ("0", "-1", "nan"):
+        capsys.readouterr()
+        assert main(["bench", "gemm", "--seconds", seconds]) == 2
+        assert f"--seconds must be positive, not {seconds}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

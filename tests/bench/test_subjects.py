@@ -42,9 +42,10 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_gemm/chain": partial(decode_gemm.open_chain, SMALL, 3),
     "attention_decode": partial(attention_decode.open_case, SMALL, 3, 100),
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
+    "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
 }
-PYTORCH = ("torch-bf16", "torch-bf16-epilogue")
+RUN_HERE = ("torch-bf16", "torch-bf16-epilogue", "ours-default")
 
 
 @pytest.mark.parametrize("name", OPENED)
@@ -59,7 +60,7 @@ def test_ours_and_pytorch_compute_the_same(cpu_bench: CpuBench, name: str) -> No
         assert 0 < verdict.tolerance < 0.1
         assert problem.work.floor_seconds(cpu_bench.ceilings) > 0
         compared = 0
-        for rival in PYTORCH:
+        for rival in RUN_HERE:
             if rival not in problem.rivals:
                 continue
             contender = problem.rivals[rival]()
@@ -138,6 +139,7 @@ def test_the_agreed_cases_exist() -> None:
         "decode_gemm/8b/chain/bf16/B=32",
         "attention_decode/8b/bf16/B=32/ctx=4096",
         "decode_block/70b/bf16/B=64/ctx=131072",
+        "decode_block/8b/bf16/batch_invariant/B=4/ctx=1024",
         "decode_step/8b/bf16/head=bf16/B=1/ctx=1024",
         "build/llama-3.1-8b",
         "load/llama-3.1-8b",

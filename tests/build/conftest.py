@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,3 +150,13 @@ def machine(settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NVCC_CCBIN", settings.host_compiler)
     monkeypatch.setenv("FUTRANSFORMER_CACHE", str(settings.cache_root))
     return nvcc
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that start here can be ended, also where a shell's `&` or nohup made this one ignore the signals."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

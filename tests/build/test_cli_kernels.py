@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -163,7 +164,18 @@ def test_build_without_nvcc_is_status_1_with_the_remedy(capsys: pytest.CaptureFi
     assert 'pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"' in fails(capsys, 1, "build", "smollm2-135m")
 
 
-def test_an_interrupt_is_status_130_and_stops_the_compilers(machine: FakeNvcc) -> None:
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (signal.SIGINT, 130, "futransformer: error: interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+    ],
+)
+def test_an_interrupt_stops_the_compilers(
+    machine: FakeNvcc, settings: BuildSettings, end: signal.Signals, status: int, said: str
+) -> None:
     (machine.folder / "slow").touch()
     command = [sys.executable, "-m", "futransformer", "build", "smollm2-135m", "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -171,9 +183,10 @@ def test_an_interrupt_is_status_130_and_stops_the_compilers(machine: FakeNvcc) -
     while len(machine.note("waiting").split()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "futransformer: error: interrupted\n")
+    assert (process.returncode, out, err) == (status, "", said)
+    assert list(settings.cache_root.rglob("*.partial-*")) == []
     for running in map(int, machine.note("running").split()):
         with pytest.raises(ProcessLookupError):
             os.kill(running, 0)
@@ -220,6 +233,34 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert process.wait() == 1
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_nohup_is_heeded() -> None:
+    """SIGHUP that was ignored before stays ignored while a command runs."""
+    code = (
+        "import os, signal, sys\nfrom futransformer import cli\n"
+        "cli.doctor.examine = lambda _: os.kill(os.getpid(), signal.SIGHUP) or ()\n"
+        "sys.exit(cli.main(['doctor', '--json']))"
+    )
+    kept = subprocess.run(["nohup", sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert kept.returncode == 0, kept.stderr
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 129
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = ["bash", "-c", f"{sys.executable} -m futransformer cache list >&-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_output_that_has_no_such_character_is_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "futransformer", "generate", "smollm2-135m", "-o", str(tmp_path / "é")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("futransformer: error: the output's encoding, ascii, has no '\\xe9': set PYTHONIO")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -253,6 +294,34 @@ def test_doctor_on_a_machine_with_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert "missing  nvcc" in text
     assert "ok       cache folder" in text
     assert "Kernels can be generated: yes, built: no, run: no" in text
+
+
+@pytest.mark.usefixtures("bare")
+def test_doctor_without_jinja() -> None:
+    code = "import sys; sys.modules['jinja2'] = None; from futransformer.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "missing  Jinja" in done.stdout
+    assert "-> pip install jinja2" in done.stdout
+    assert "Kernels can be generated: no" in done.stdout
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_goes_on_past_what_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host compiler that is no program, and a folder for temporary files that cannot be written."""
+    garbage = tmp_path / "g++"
+    garbage.write_text("garbage")
+    garbage.chmod(0o755)
+    monkeypatch.setenv("NVCC_CCBIN", str(garbage))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    main(["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["host compiler"]["detail"] == f"{garbage} does not run: Exec format error"
+    assert checks["trial compilation"]["detail"].startswith("cannot be examined: ")
+    assert len(checks) == 12
 
 
 class Driver(ModuleType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from futransformer.build.cache import KernelCache
+from futransformer.build.cache import KernelCache, _try_lock
 from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.manifest import KernelRecord, load_cubin
 from futransformer.build.settings import BuildSettings
@@ -189,7 +190,25 @@ def cut_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text(text.replace('"threads"', '"strands"'))
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_cubin, empty_manifest, cut_manifest])
+def forge(key: str) -> Callable[[Path], None]:
+    """A manifest of another kernel: the folder's name holds a part of each key, and cannot tell all of them apart."""
+
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["kernel"][key] = manifest["kernel"][key][:-1] + "z"
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    damage.__name__ = f"another {key}"
+    return damage
+
+
+DAMAGE = (
+    *(truncate, flip_a_bit, remove_cubin, empty_manifest, cut_manifest),
+    *map(forge, ("name", "source_key", "toolchain_key")),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_a_corrupt_entry_is_rebuilt(settings: BuildSettings, nvcc: FakeNvcc, damage: Callable[[Path], None]) -> None:
     (record,) = build(settings)
     image = load_cubin(record)
@@ -322,6 +341,63 @@ def test_clear_removes_all_but_what_is_being_built(settings: BuildSettings) -> N
     assert list(cache.kernels.iterdir()) == []
     build(settings, TinySpec("kept"))
     assert len(cache.entries()) == 1
+
+
+def test_clear_leaves_what_is_not_ours(settings: BuildSettings) -> None:
+    """A network file system keeps a deleted file that someone reads as .nfs...: its name begins with no key."""
+    kept, _ = build(settings, TinySpec("kept"), TinySpec("gone"))
+    cache = KernelCache(settings.cache_root)
+    foreign = [entry.folder.with_name(".nfs0001") for entry in cache.entries()]
+    for path in foreign:
+        path.touch()
+    with kept.cubin.parent.with_suffix(".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cleared = cache.clear()
+    assert (cleared.kernels, cleared.busy) == (1, 1)
+    assert [entry.folder for entry in cache.entries()] == [kept.cubin.parent]
+    assert all(path.exists() for path in foreign)
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_lock_on_a_file_that_was_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_again: bool
+) -> None:
+    """``clear`` removes it between another process's opening and locking it: two would then build at once."""
+    lock_file, path = fcntl.flock, tmp_path / "key.lock"
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        path.unlink()
+        if made_again:
+            path.touch()
+        lock_file(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    assert _try_lock(path) is None
+    monkeypatch.undo()
+    held = _try_lock(path)
+    assert held is not None
+    assert _try_lock(path) is None
+    os.close(held)
+
+
+def test_a_folder_that_clear_removes_under_a_build_is_made_again(
+    settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the folder's making and its lock's."""
+    open_file = os.open
+    raced: list[Path] = []
+
+    def open_late(path: Any, *args: int, **kwargs: int) -> int:
+        if not raced:
+            raced.append(path)
+            KernelCache(settings.cache_root).clear()
+            assert not path.parent.exists()
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_late)
+    build(settings)
+    assert raced
+    assert nvcc.calls == ["tiny"]
 
 
 # --- what the machine refuses ---
@@ -466,6 +542,7 @@ def test_the_first_failure_stops_the_others(settings: BuildSettings, nvcc: FakeN
     assert left_over(settings) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_compilers(settings: BuildSettings, nvcc: FakeNvcc) -> None:
     (nvcc.folder / "slow").touch()
     process = build_model(settings)
@@ -493,6 +570,13 @@ def bare(settings: BuildSettings, monkeypatch: pytest.MonkeyPatch) -> BuildSetti
 def test_without_nvcc_built_kernels_serve(settings: BuildSettings, bare: BuildSettings) -> None:
     built = build(settings)
     assert build(bare) == built
+
+
+def test_an_nvcc_that_is_named_is_used_or_refused(settings: BuildSettings) -> None:
+    """Even where the cache could serve: whoever names one is not given another one's kernels without a word."""
+    build(settings)
+    with pytest.raises(ToolchainError, match=r"FUTRANSFORMER_NVCC cannot be used: .*nowhere does not exist"):
+        build(replace(settings, nvcc=settings.cache_root / "nowhere"))
 
 
 def test_without_nvcc_the_newest_tool_chains_kernel_serves(

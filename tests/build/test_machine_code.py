@@ -7,11 +7,12 @@ head_dim 128, many row tiles a block. All are compiled together, by as many comp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 import pytest
 
-from futransformer.build.compile import build_kernels
+from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.manifest import KernelRecord
 from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
@@ -64,8 +65,16 @@ CHOSEN = (*PLANNED, *OTHERS.values())
 
 
 @pytest.fixture(scope="module")
-def built() -> Mapping[str, KernelRecord]:
-    return {record.name: record for record in build_kernels(CHOSEN, settings=BuildSettings.from_environment())}
+def built(request: pytest.FixtureRequest) -> Mapping[str, KernelRecord]:
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def progress(event: BuildEvent) -> None:
+        if not event.cached:  # minutes, the first time
+            with capture.global_and_fixture_disabled() if capture else nullcontext():
+                print(f"\n{event}", end="", flush=True)
+
+    records = build_kernels(CHOSEN, settings=BuildSettings.from_environment(), progress=progress)
+    return {record.name: record for record in records}
 
 
 @pytest.mark.compile

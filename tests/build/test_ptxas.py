@@ -71,6 +71,12 @@ def test_a_stack_in_a_function_that_was_not_inlined_is_refused() -> None:
         judge(CALLS)
 
 
+def test_the_spills_of_all_functions_count() -> None:
+    inner = "8 bytes stack frame, 4 bytes spill stores, 2 bytes spill loads"
+    resources = parse_resources("k", f"{SPILLS}ptxas info    : Function properties for _Z5innerPf\n    {inner}\n")
+    assert resources == Resources(32, 828, 854, 440, 0)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -29,6 +29,22 @@ def test_a_relative_cache_folder_is_made_absolute() -> None:
     """Compilers run in a folder of their own."""
     settings = BuildSettings.from_environment({"FUTRANSFORMER_CACHE": "here"})
     assert settings.cache_root == Path.cwd() / "here"
+    settings = BuildSettings.from_environment({"HOME": "here"})
+    assert settings.cache_root == Path.cwd() / "here" / ".cache" / "futransformer"
+
+
+def test_without_a_home_the_cache_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may be a number that no one has an account for."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(InputError, match="no home folder to keep a cache in: set FUTRANSFORMER_CACHE"):
+        BuildSettings.from_environment({})
+    assert BuildSettings.from_environment({"XDG_CACHE_HOME": "/x"}).cache_root == Path("/x/futransformer")
+    named = BuildSettings.from_environment({"FUTRANSFORMER_CACHE": "~nobody-we-know/c"})
+    assert named.cache_root == Path.cwd() / "~nobody-we-know" / "c"
 
 
 def test_everything_else() -> None:

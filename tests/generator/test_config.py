@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from futransformer.generator.config import CONFIGS, GROUPS, LlamaConfig, RopeScaling, inverse_frequencies, load_config
+from futransformer.generator.config import (
+    CONFIGS,
+    GROUPS,
+    PLAIN_VALUES,
+    LlamaConfig,
+    RopeScaling,
+    inverse_frequencies,
+    load_config,
+)
 from futransformer.generator.errors import ConfigError
 
 # Parameters of the published checkpoints (a tied embedding counts once).
@@ -129,6 +139,8 @@ def test_names_are_found_in_any_case_and_typing_errors_are_answered() -> None:
         load_config("llama-3.1-8bb")
     with pytest.raises(ConfigError, match="must be downloaded first"):
         load_config("someone/some-model")
+    with pytest.raises(ConfigError, match=r"^there is no file or folder llama-3\.1-8b; a Path is"):
+        load_config(Path("llama-3.1-8b"))
 
 
 def test_a_path_is_never_taken_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +212,15 @@ def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None
 )
 def test_eos_is_one_token_or_several(tmp_path: Path, eos: Any, generation: Any, expected: tuple[int, ...]) -> None:
     assert load_config(write(tmp_path, {**PLAIN, "eos_token_id": eos}, generation)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("bos", "generation", "expected"), [(1, None, 1), (1, {"bos_token_id": 3}, 3), (None, {}, None)]
+)
+def test_bos_is_that_of_the_generation_config_if_it_names_one(
+    tmp_path: Path, bos: Any, generation: Any, expected: int | None
+) -> None:
+    assert load_config(write(tmp_path, {**PLAIN, "bos_token_id": bos}, generation)).bos_token_id == expected
 
 
 def test_mistral(tmp_path: Path) -> None:
@@ -274,6 +295,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eos": ({"eos_token_id": [1, "</s>"]}, "eos_token_id must be an integer or a list of integers"),
     "eos outside": ({"eos_token_id": 128256}, "token id 128256 .* is outside the vocabulary of 128256"),
     "bos": ({"bos_token_id": [1]}, r"bos_token_id must be an integer, not \[1\]"),
+    "more than 32 bits": ({"hidden_size": 2**32}, "hidden_size must not exceed 536870912, and is 4294967296"),
+    "more than 32 bits of layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers must not exceed 536870912"),
+    "more than 32 bits of heads": (
+        {"num_attention_heads": 2**24, "num_key_value_heads": 2**21, "head_dim": 128},
+        "q, k and v have 2684354560 features together",
+    ),
+    "epsilon beyond float64": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+    "theta beyond float64": ({"rope_theta": 10**400}, "rope_theta must be a finite number"),
+    "original context beyond float64": (
+        scaled(original_max_position_embeddings=10**400),
+        "original_max_position_embeddings must be positive and at most 536870912",
+    ),
 }
 
 
@@ -283,6 +316,20 @@ def test_what_cannot_be_served_is_refused_by_file_and_key(tmp_path: Path, case: 
     with pytest.raises(ConfigError, match=message) as refusal:
         load_config(write(tmp_path, {**LLAMA31, **change}))
     assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", PLAIN_VALUES)
+def test_every_feature_that_changes_the_answer_is_refused(tmp_path: Path, key: str) -> None:
+    plain, feature = PLAIN_VALUES[key]
+    with pytest.raises(ConfigError, match=f'config.json: {key} is "other": {feature} is not supported'):
+        load_config(write(tmp_path, {**LLAMA31, key: "other"}))
+    for value in (None, *plain):
+        load_config(write(tmp_path, {**LLAMA31, key: value}))
+
+
+def test_the_features_that_change_the_answer() -> None:
+    features = ["hidden_act", "attention_bias", "mlp_bias", "rope_interleaved", "partial_rotary_factor"]
+    assert list(PLAIN_VALUES) == [*features, "num_local_experts", "num_experts", "use_qk_norm", "qk_norm"]
 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps"])
@@ -295,6 +342,30 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 def test_a_truncated_file(tmp_path: Path, length: int) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_config(write(tmp_path, json.dumps(LLAMA31)[:length]))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"hidden_size": ' + "1" * 5000 + "}"])
+def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+        load_config(write(tmp_path, text))
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission bits would not do: they do not bind root."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match="model cannot be read: Permission denied"):
+        load_config(write(tmp_path / "model", PLAIN))
+    with pytest.raises(ConfigError, match=r"cannot be read: File name too long|is neither a named model"):
+        load_config("a" * 5000)
+
+
+def test_the_home_of_nobody() -> None:
+    with pytest.raises(ConfigError, match="~nobody-we-know/model is neither a named model nor a file or folder"):
+        load_config("~nobody-we-know/model")
 
 
 def test_files_that_hold_something_else(tmp_path: Path) -> None:

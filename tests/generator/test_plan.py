@@ -103,6 +103,13 @@ def test_projections_have_the_shapes_of_the_checkpoint(config: LlamaConfig, prec
         }
 
 
+@pytest.mark.parametrize(("vocab_size", "rows"), [(1, 64), (63, 64), (64, 64), (65, 128), (32_001, 32_064)])
+def test_the_head_is_padded_to_whole_groups(vocab_size: int, rows: int) -> None:
+    """Of 64 columns, which every view of the logits takes for granted; no published vocabulary needs any padding."""
+    config = replace(CONFIGS["tinyllama-1.1b"], vocab_size=vocab_size, bos_token_id=None, eos_token_ids=())
+    assert projections(config)["lm_head"] == (rows, 2048)
+
+
 @pytest.mark.parametrize("config", odd_configs(200), ids=lambda config: config.name)
 def test_whatever_a_config_accepts_has_a_plan(config: LlamaConfig) -> None:
     """No shape passes LlamaConfig and fails at its kernels: it is refused at once or served."""

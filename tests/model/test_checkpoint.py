@@ -210,8 +210,15 @@ def test_tied_embeddings_with_and_without_a_stored_head(tmp_path: Path) -> None:
 
 def test_old_rope_frequencies_are_passed_over(tmp_path: Path) -> None:
     weights = random_weights(TINY)
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(32)
+    frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    weights[frequencies] = torch.zeros(32)
     load_checkpoint(write_single(tmp_path, weights), TINY)
+    (tmp_path / "model.safetensors").unlink()
+    write_shards(tmp_path, weights)
+    index = read_index(tmp_path)
+    del index[frequencies]
+    write_index(tmp_path, index)
+    load_checkpoint(tmp_path, TINY)
 
 
 # ---- damaged and foreign folders
@@ -276,6 +283,12 @@ def test_a_file_cut_within_its_header(tmp_path: Path, length: int) -> None:
     refused(tmp_path, str(path), "is damaged", "fetch it again")
 
 
+@pytest.mark.parametrize("header", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_a_header_that_is_nested_without_end(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(tmp_path, "model.safetensors is damaged", "fetch it again")
+
+
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>not found</html>" * 40)
     refused(tmp_path, "model.safetensors is damaged")
@@ -315,12 +328,30 @@ def test_a_shard_that_lacks_what_the_index_promises(tmp_path: Path) -> None:
 def test_an_index_that_forgets_a_tensor(tmp_path: Path) -> None:
     write_shards(tmp_path, random_weights(TINY))
     index = read_index(tmp_path)
-    del index[LAST]
+    holder = index.pop(LAST)
     write_index(tmp_path, index)
-    refused(tmp_path, f"{LAST} is missing")
+    refused(tmp_path, f"{tmp_path / holder} holds {LAST}, which model.safetensors.index.json does not list")
 
 
-@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "/elsewhere.safetensors", "sub/model.safetensors"])
+def test_a_shard_that_holds_more_than_its_index_lists(tmp_path: Path) -> None:
+    """A bias that nobody lists would be left out, and of two copies of a tensor one be chosen by chance."""
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    write_shards(tmp_path, {**random_weights(TINY), bias: torch.ones(TINY.heads.q_features)})
+    index = read_index(tmp_path)
+    holder = index.pop(bias)
+    write_index(tmp_path, index)
+    refused(tmp_path, f"{tmp_path / holder} holds {bias}, which model.safetensors.index.json does not list")
+
+    weights = random_weights(TINY)
+    write_shards(tmp_path, weights)
+    index = read_index(tmp_path)
+    other = SHARDS[1 - SHARDS.index(index[LAST])]
+    held = {name: weights[name] for name, shard in index.items() if shard == other}
+    save_file({**held, LAST: torch.zeros_like(weights[LAST])}, tmp_path / other)
+    refused(tmp_path, f"{tmp_path / other} holds {LAST}, which model.safetensors.index.json keeps in {index[LAST]}")
+
+
+@pytest.mark.parametrize("shard", ["", "../elsewhere.safetensors", "/elsewhere.safetensors", "sub/model.safetensors"])
 def test_an_index_that_leaves_the_folder(tmp_path: Path, shard: str) -> None:
     write_shards(tmp_path, random_weights(TINY))
     write_index(tmp_path, {**read_index(tmp_path), LAST: shard})

@@ -6,13 +6,17 @@ The real model is held to the two-times rule: our BF16 error may be at most twic
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +28,7 @@ from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import KVCache
 from futransformer.memory import check_memory, plan_memory
 from futransformer.model import Chunk, Llama, split_into_passes
+from futransformer.perplexity import score
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -213,8 +218,15 @@ def ready(tiny_base_model: Path) -> Llama:
 BAD_PROMPTS = {
     "no prompt": ([], "batch is empty"),
     "an empty prompt": ([[1], []], "prompt 1 is empty"),
-    "text": (["Hello"], "prompt 0 is 'Hello', not a list of token ids.*Tokenizer"),
-    "one prompt, not a batch": ([1, 2, 3], "prompt 0 is 1, not a list of token ids"),
+    "no batch at all": (3, "prompts are lists of token ids, one a sequence, not 3"),
+    "text": (["Hello"], "prompt 0: 'Hello' is not a list of token ids.*Tokenizer"),
+    "one prompt, not a batch": ([1, 2, 3], "prompt 0: 1 is not a list of token ids"),
+    "nothing": ([[1], None], "prompt 1: None is not a list of token ids"),
+    "floats": ([[1.7, 2.2]], r"prompt 0: \[1\.7, 2\.2\] is not a list of token ids"),
+    "a tensor of floats": ([torch.tensor([1.5])], r"prompt 0: \[1\.5\] is not a list of token ids"),
+    "NaN": ([[1, float("nan")]], r"prompt 0: \[1, nan\] is not a list of token ids"),
+    "a list too deep": ([[[1, 2]]], r"prompt 0: \[\[1, 2\]\] is not a list of token ids"),
+    "a scalar": ([torch.tensor(3)], "prompt 0: 3 is not a list of token ids"),
     "a token too large": ([[1], [5, 258]], "prompt 1: token 258 is outside the vocabulary of 258"),
     "a negative token": ([[-1]], "prompt 0: token -1 is outside"),
     "a prompt longer than the cache": ([[1] * 257], r"need 5 more pages.*KV cache's 4 \(256 tokens\)"),
@@ -235,6 +247,13 @@ def test_a_bad_batch_is_refused_and_the_model_goes_on(ready: Llama, case: str) -
     assert torch.equal(ready.prefill(good), before)
 
 
+def test_prompts_may_be_tensors_and_arrays(ready: Llama) -> None:
+    rows = [[1, 2, 3], [4, 5, 6]]
+    expected = ready.prefill(rows)
+    for prompts in (torch.tensor(rows), np.array(rows), [torch.tensor(row) for row in rows], [*map(np.array, rows)]):
+        assert torch.equal(ready.prefill(prompts), expected)  # type: ignore[arg-type]
+
+
 def test_a_refused_extend_leaves_the_batch_as_it_was(ready: Llama) -> None:
     prompt = make_prompts((40,))[0]
     ready.prefill([prompt[:39]])
@@ -251,6 +270,18 @@ def test_a_prompt_as_long_as_the_cache_is_read(ready: Llama) -> None:
         ready.decode([1])
 
 
+def test_decode_stops_at_the_models_last_position_though_the_page_goes_on(tiny_base_model: Path) -> None:
+    config = replace(load_config(tiny_base_model), max_position_embeddings=70)
+    model = load(tiny_base_model, cache_tokens=256)
+    short = Llama(config, model.ops, model.weights, model.cache)
+    prompt = make_prompts((67,))[0]
+    short.prefill([prompt])
+    for token in (1, 2, 3):
+        short.decode([token])
+    with pytest.raises(InputError, match=r"sequence 0 would have 71 tokens.*at most 70 \(max_position_embeddings\)"):
+        short.decode([4])
+
+
 def test_decode_refuses_what_does_not_fit(ready: Llama) -> None:
     ready.prefill([[1], [2]])
     with pytest.raises(InputError, match="one token a sequence, 2; the tokens' shape is"):
@@ -259,9 +290,44 @@ def test_decode_refuses_what_does_not_fit(ready: Llama) -> None:
         ready.decode([1, 300])
     with pytest.raises(InputError, match="decode: token -3 is outside the vocabulary"):
         ready.decode(torch.tensor([1, -3]))
+    for tokens in ([1.7, 2.0], torch.tensor([1.7, 2.0]), torch.tensor([[1], [2]]), [[1], [2]], ["a", "b"], None, 3):
+        with pytest.raises(InputError, match=r"decode: .* is not a list of token ids"):
+            ready.decode(tokens)  # type: ignore[arg-type]
+    assert [sequence.length for sequence in ready.sequences] == [1, 1]
     ready.keep([])
     with pytest.raises(InputError, match="begin with prefill"):
         ready.decode([])
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [2], [-1]])
+def test_keep_takes_rows_of_the_batch_once(ready: Llama, rows: list[int]) -> None:
+    """A sequence kept twice would write its tokens to one slot twice."""
+    ready.prefill([[1], [2]])
+    with pytest.raises(InputError, match="keep takes different rows of a batch of 2, not"):
+        ready.keep(rows)
+    assert len(ready.sequences) == 2
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [5, -1]])
+def test_reserve_takes_a_count_a_sequence(ready: Llama, tokens: list[int]) -> None:
+    ready.start(2)
+    with pytest.raises(InputError, match="reserve takes a count for each of 2 sequences, not"):
+        ready.reserve(tokens)
+
+
+def test_weights_that_are_not_numbers_give_no_text(tiny_base_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_base_model, tmp_path / "damaged"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    model = load(folder)
+    with pytest.raises(CheckpointError, match="damaged gives logits that are not numbers"):
+        model.generate([[1, 2, 3]], 4)
+    assert model.sequences == []
+    through: Any
+    for through in ("prefill", "decode"):
+        with pytest.raises(CheckpointError, match="damaged gives logits that are not numbers"):
+            score(model, [1, 2, 3, 4, 5], context=4, through=through)
 
 
 def test_generate_refuses_too_few_and_too_many_tokens(ready: Llama) -> None:
@@ -335,6 +401,15 @@ def test_passes_and_rows_that_mean_nothing(ready: Llama) -> None:
         Llama(ready.config, ready.ops, ready.weights, ready.cache, max_rows=0)
     with pytest.raises(InputError, match="not of 'first'"):
         ready.prefill([[1]], rows="first")  # type: ignore[arg-type]
+
+
+def test_a_config_of_endless_layers_is_refused_at_once(tiny_base_model: Path, tmp_path: Path) -> None:
+    """Before the names of its tensors are listed: of 10^8 layers, for minutes, in more memory than there is."""
+    folder = Path(shutil.copytree(tiny_base_model, tmp_path / "deep"))
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**8}))
+    with pytest.raises(OutOfMemoryError, match="deep needs "):
+        Llama.from_pretrained(folder, device="cpu")
 
 
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(

@@ -159,7 +159,12 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, pha
         runs.append((spec.name, str(problem.rows), str(folder)))
     environment = _environment().overlay()
     template = environment.from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
-    emulate("epilogue", source=template.render(specs={spec.name: spec for _, spec in cases}.values()), runs=runs)
+    emulate(
+        "epilogue",
+        "tile_epilogue",
+        source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
+        runs=runs,
+    )
     for index, (problem, spec) in enumerate(cases):
         written = {
             name: torch.frombuffer(bytearray((tmp_path / str(index) / name).read_bytes()), dtype=tensor.dtype).view_as(

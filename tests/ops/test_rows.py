@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,6 +131,24 @@ def test_argmax_of_random_logits(gpu_ops: GpuOps, model: str) -> None:
     logits = torch.randint(-9, 10, (65, ops.config.vocab_size), generator=generator, device=ops.device).float()
     expected = [int((row == row.max()).nonzero()[0]) for row in logits]
     assert ops.argmax(logits).tolist() == expected
+
+
+@pytest.mark.gpu
+def test_a_launch_from_a_thread_that_has_not_met_the_gpu(gpu_ops: GpuOps) -> None:
+    """As in a server that loads a model in one thread and answers in another: no call of torch's has gone before."""
+    ops = gpu_ops("smollm2-135m")
+    table = torch.randn(777, ops.config.hidden_size, device=ops.device).bfloat16()
+    indices = torch.randint(777, (65,), device=ops.device, dtype=torch.int32)
+    x, sumsq = ops.gather_rows(table, indices)
+    out, sumsq_out = torch.full_like(x, NAN), torch.full_like(sumsq, NAN)
+    torch.cuda.synchronize()
+    arguments: dict[str, Any] = {"table": table, "table_rows": 777, "indices": indices}
+    arguments |= {"out": out, "sumsq_out": sumsq_out}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ops._gather_rows.kernel.launch, (65, 1, 1), **arguments).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out, x)
+    assert torch.equal(sumsq_out, sumsq)
 
 
 def test_reference_gather() -> None:

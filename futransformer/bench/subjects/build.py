@@ -18,9 +18,11 @@ from typing import Any
 from futransformer.bench.case import HostCase, Row
 from futransformer.bench.harness import Timing
 from futransformer.bench.runner import host_row
+from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import BuildError
 from futransformer.generator.plan import kernel_specs
+from futransformer.tables import schedule_table
 
 WARM_BUILDS = 5
 
@@ -32,8 +34,9 @@ def cases() -> Sequence[HostCase]:
 
 def measure(name: str, _: object = None) -> Sequence[Row]:
     """Build once into an empty cache, then again and again."""
-    kernels = len(kernel_specs(load_config(name), "bf16"))
     with tempfile.TemporaryDirectory(prefix="futransformer-bench-") as cache:
+        settings = BuildSettings.from_environment({**os.environ, "FUTRANSFORMER_CACHE": cache})
+        kernels = len(kernel_specs(load_config(name), "bf16", schedule_table(settings)))
         cold, built = timed_build(name, cache)
         warm = [timed_build(name, cache) for _ in range(WARM_BUILDS)]
     cold_error = kernels - built["compiled"] + kernels - len(built["kernels"])

@@ -1,6 +1,9 @@
 """decode_block/{8b,70b}/bf16/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
 
 Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well.
+
+decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
+beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
 """
 
 from __future__ import annotations
@@ -37,21 +40,35 @@ DEFAULT = {
     "8b": {(1, 1024), (8, 1024), (32, 1024), (1, 4096), (32, 4096)},
     "70b": {(1, 1024), (32, 1024)},
 }
+INVARIANT_BATCHES = (1, 4, 8)
+INVARIANT_CONTEXTS = (1024, 4096)
 
 
 def cases() -> Sequence[Case]:
     """See futransformer.bench.subjects."""
     return [
-        Case(
-            f"decode_block/{shape}/bf16/B={batch}/ctx={context}",
-            "us",
-            MEMORY_BOUND,
-            partial(open_case, shape, batch, context),
-            default=(batch, context) in DEFAULT[shape],
-        )
-        for shape in ("8b", "70b")
-        for batch in BATCHES
-        for context in CONTEXTS
+        *(
+            Case(
+                f"decode_block/{shape}/bf16/B={batch}/ctx={context}",
+                "us",
+                MEMORY_BOUND,
+                partial(open_case, shape, batch, context),
+                default=(batch, context) in DEFAULT[shape],
+            )
+            for shape in ("8b", "70b")
+            for batch in BATCHES
+            for context in CONTEXTS
+        ),
+        *(
+            Case(
+                f"decode_block/8b/bf16/batch_invariant/B={batch}/ctx={context}",
+                "us",
+                MEMORY_BOUND,
+                partial(open_invariant_case, "8b", batch, context),
+            )
+            for batch in INVARIANT_BATCHES
+            for context in INVARIANT_CONTEXTS
+        ),
     ]
 
 
@@ -107,43 +124,75 @@ class DecodeInputs:
         return x, sumsq
 
 
-def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
-    """Draw layers; a call is one layer, a replay several walks over all."""
-    ops, config = bench.library(shape), shape_config(shape)
-    work = decode_block_work(config, batch, context)
-    inputs = DecodeInputs(config, batch, context, sets_for(work.bytes), bench.device)
-    packed = [layer.packed(config, ops, "decode") for layer in inputs.layers]
-    layers, stream = len(packed), inputs.x.clone()
-    floor = work.floor_seconds(bench.ceilings)
+class DecodeProblem:
+    """Layers of one shape in memory, and the contenders that walk over them: a call is one layer."""
 
-    def our_walk() -> None:
-        stream.copy_(inputs.x)
-        with ops.chain():
-            inputs.walk(ops, packed, stream, inputs.sumsq)
+    def __init__(self, shape: str, batch: int, context: int, bench: Bench) -> None:
+        self.config = config = shape_config(shape)
+        self.work = decode_block_work(config, batch, context)
+        self.inputs = DecodeInputs(config, batch, context, sets_for(self.work.bytes), bench.device)
+        ops = bench.library(shape)
+        self.packed = [layer.packed(config, ops, "decode") for layer in self.inputs.layers]
+        self.floor = self.work.floor_seconds(bench.ceilings)
 
-    def our_outputs() -> Sequence[Tensor]:
-        cache = inputs.caches[0]
-        pages = cache.k_pages, cache.v_pages
-        x = inputs.x.clone()
-        inputs.poison(1)
-        return [llama_block(ops, packed[0], x, inputs.sumsq, inputs.rows, inputs.rope_table, *pages)[0]]
+    def ours(self, ops: Ops) -> Contender:
+        """Our kernels: a walk over all layers is a chain, a replay several walks."""
+        inputs, packed, stream = self.inputs, self.packed, self.inputs.x.clone()
 
-    def expected() -> Sequence[Expected]:
-        exact, same = (inputs.reference_walk(dtype, inputs.x, 1)[0] for dtype in (torch.float32, torch.bfloat16))
+        def walk() -> None:
+            stream.copy_(inputs.x)
+            with ops.chain():
+                inputs.walk(ops, packed, stream, inputs.sumsq)
+
+        def outputs() -> Sequence[Tensor]:
+            cache = inputs.caches[0]
+            pages = cache.k_pages, cache.v_pages
+            x = inputs.x.clone()
+            inputs.poison(1)
+            return [llama_block(ops, packed[0], x, inputs.sumsq, inputs.rows, inputs.rope_table, *pages)[0]]
+
+        return self._per_layer(walk, outputs)
+
+    def compiled_torch(self) -> Contender:
+        """Compiled PyTorch."""
+        inputs = self.inputs
+        call = inputs.torch_call()
+
+        def outputs() -> Sequence[Tensor]:
+            return [call(inputs.x, inputs.layers[0], inputs.caches[0])]
+
+        return self._per_layer(partial(inputs.torch_walk, call, inputs.x), outputs)
+
+    def expected(self) -> Sequence[Expected]:
+        """The references' answers for the first layer."""
+        exact, same = (
+            self.inputs.reference_walk(dtype, self.inputs.x, 1)[0] for dtype in (torch.float32, torch.bfloat16)
+        )
         return [Expected(exact, same)]
 
-    def per_layer(contender: Contender) -> Contender:
+    def _per_layer(self, walk: Callable[[], object], outputs: Callable[[], Sequence[Tensor]]) -> Contender:
+        layers = len(self.packed)
+        contender = graphed([walk], outputs, self.floor * layers)
         return Contender(contender.run, contender.outputs, contender.calls * layers)
 
-    def compiled_torch() -> Contender:
-        call = inputs.torch_call()
-        walk = partial(inputs.torch_walk, call, inputs.x)
-        outputs = lambda: [call(inputs.x, inputs.layers[0], inputs.caches[0])]  # noqa: E731
-        return per_layer(graphed([walk], outputs, floor * layers))
 
+def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+    """Ours beside compiled PyTorch."""
+    problem = DecodeProblem(shape, batch, context, bench)
     return Problem(
-        work=work,
-        ours=per_layer(graphed([our_walk], our_outputs, floor * layers)),
-        rivals={"torch-bf16": compiled_torch},
-        expected=expected,
+        work=problem.work,
+        ours=problem.ours(bench.library(shape)),
+        rivals={"torch-bf16": problem.compiled_torch},
+        expected=problem.expected,
+    )
+
+
+def open_invariant_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+    """Ours with the same bits at any small batch, beside ours."""
+    problem = DecodeProblem(shape, batch, context, bench)
+    return Problem(
+        work=problem.work,
+        ours=problem.ours(bench.library(shape, batch_invariant=True)),
+        rivals={"ours-default": lambda: problem.ours(bench.library(shape))},
+        expected=problem.expected,
     )

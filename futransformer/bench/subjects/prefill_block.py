@@ -109,7 +109,8 @@ def our_stream(ops: Ops, inputs: Inputs, packed: Sequence[LayerWeights]) -> Call
         if turn % REFRESH == 0:
             x.copy_(inputs.x)
             sumsq = inputs.sumsq
-        _, sumsq = inputs.run_layer(ops, packed[turn % len(packed)], x, sumsq)
+        with ops.chain():
+            _, sumsq = inputs.run_layer(ops, packed[turn % len(packed)], x, sumsq)
         turn += 1
 
     return run

@@ -115,8 +115,11 @@ class ProjectionInputs:
         return [*written, *stored]
 
     def contender(self, ops: Ops, floor_seconds: float | None = None) -> Contender:
-        """Ours: launched from the host, or ``floor_seconds`` long calls in a graph."""
-        return self.timed(self.stream_calls(ops), lambda: self.our_outputs(ops), floor_seconds)
+        """Ours: launched from the host, or ``floor_seconds`` long calls in a graph, a chain as those of a model are."""
+        calls = self.stream_calls(ops)
+        if floor_seconds is None:
+            return self.timed(calls, lambda: self.our_outputs(ops), None)
+        return graphed(calls, lambda: self.our_outputs(ops), floor_seconds, ops.chain())
 
     def packed(self, ops: Ops) -> Tensor:
         """The weight as ours reads it."""

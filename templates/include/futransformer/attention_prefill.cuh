@@ -28,6 +28,7 @@
 #include "attention_prefill_consumer.cuh"
 #include "attention_prefill_producer.cuh"
 #include "attention_prefill_shared.cuh"
+#include "dependent_launch.cuh"
 
 namespace futransformer {
 
@@ -47,11 +48,13 @@ class AttentionPrefill {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
+    allow_next_kernel();
     if (threadIdx.x == 0) {
       initialise(shared.barriers);
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    wait_for_previous_kernel();
 
     int const warpgroup = cutlass::canonical_warp_group_idx();
     if (warpgroup == 0) {

@@ -267,7 +267,10 @@ struct DecodeGemm {
         // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
         // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
         // about to read. Nobody waits for the last stages.
-        if (stage > 0 && lane == 0) shared.empty[read].arrive();
+        if (stage > 0) {
+          __syncwarp();  // one lane speaks for the reads of all
+          if (lane == 0) shared.empty[read].arrive();
+        }
         read = cursor.slot;
         // Step s of a stage belongs to split s % WarpSplit, so that the last, shorter stage is shared out evenly too.
         CUTLASS_PRAGMA_UNROLL

@@ -4,14 +4,15 @@
 // where SwiGLU folds gate and up). Prefill and decode call the same chain; a row is a prompt token in one, a sequence
 // in the other. The protocol, for a group of `Lanes` consecutive lanes that share a row:
 //
-//   Row row = chain.begin<Lanes>(r, valid);        all lanes of the warp call it; loads what the row needs
+//   fetched = chain.fetch<Lanes>(r, valid);         asks for what begin() would have to wait for
+//   Row row = chain.begin<Lanes>(r, valid, fetched);  all lanes of the warp call it; what the row needs
 //   operands = chain.load(row, r, column);         any number of times, valid rows only: what these columns need
 //   chain.apply(row, operands, r, column, values);
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
-// Loading apart from applying lets a caller ask for the operands of several steps before it needs the first; one that
-// has no use for that calls chain.apply(row, r, column, values), which does both. `valid` is false for rows past the
-// end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
+// Asking apart from using lets a caller do something else in between; one that has no use for that calls
+// chain.begin<Lanes>(r, valid) and chain.apply(row, r, column, values), which do both. `valid` is false for rows past
+// the end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
 // on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
 // still running when this one started.
 #pragma once
@@ -24,12 +25,20 @@ struct Nothing {};
 
 // Defaults for an operation that keeps nothing for a row and reads nothing for a column.
 struct Operation {
+  using Fetched = Nothing;
   using Row = Nothing;
   using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
+  static constexpr int kOperands = 0;  // registers that Operands take
+  static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
+  static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // where columns are Q's, then K's, then V's: see PartColumn
 
+  template <int Lanes>
+  CUTLASS_DEVICE Nothing fetch(int, bool) const {
+    return {};
+  }
   template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Nothing begin(int, bool) const {
+  CUTLASS_DEVICE Nothing begin(int, bool, Nothing) const {
     return {};
   }
   template <class Row>
@@ -47,34 +56,43 @@ struct RowScale : Operation {
   int parts;
   float eps;
 
+  struct Fetched {
+    float4 sums;  // the lane's first four
+  };
   struct Row {
     float rstd;
   };
 
   CUTLASS_DEVICE RowScale(float const* sums, int count, float epsilon) : sumsq(sums), parts(count), eps(epsilon) {}
 
+  template <int Lanes>
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    int const part = 4 * (threadIdx.x % Lanes);
+    return {valid && in_fours() && part < parts ? four(row, part) : float4{0.f, 0.f, 0.f, 0.f}};
+  }
+  // `Loads` of the rest are under way at once: one beside a prefill tile's 192 accumulators.
   template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    int const lane = threadIdx.x % Lanes;
     float sum = 0.f;
     if (valid) {
-      float const* const sums = sumsq + size_t(row) * parts;
-      int const lane = threadIdx.x % Lanes;
-      if (parts % 4 == 0) {  // every row is aligned: a quarter of the loads, and of the waits for them
+      if (in_fours()) {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int first = 4 * lane; first < parts; first += 4 * Lanes * Loads) {
+        for (int first = 4 * (lane + Lanes); first < parts; first += 4 * Lanes * Loads) {
           float4 fours[Loads];
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < Loads; ++i) {
             int const part = first + 4 * Lanes * i;
             fours[i] = {0.f, 0.f, 0.f, 0.f};
-            if (part < parts) fours[i] = *reinterpret_cast<float4 const*>(sums + part);
+            if (part < parts) fours[i] = four(row, part);
           }
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < Loads; ++i) sum += (fours[i].x + fours[i].y) + (fours[i].z + fours[i].w);
+          for (int i = 0; i < Loads; ++i) sum += sum_of(fours[i]);
         }
+        sum += sum_of(fetched.sums);
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int part = lane; part < parts; part += Lanes) sum += sums[part];
+        for (int part = lane; part < parts; part += Lanes) sum += sumsq[size_t(row) * parts + part];
       }
     }
     return {rsqrtf(sum_over_lanes<Lanes>(sum) * (1.f / K) + eps)};
@@ -84,6 +102,23 @@ struct RowScale : Operation {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] *= state.rstd;
   }
+
+ private:
+  // Where every row is aligned: a quarter of the loads, and of the waits for them.
+  CUTLASS_DEVICE bool in_fours() const { return parts % 4 == 0; }
+  CUTLASS_DEVICE float4 four(int row, int part) const {
+    return *reinterpret_cast<float4 const*>(sumsq + size_t(row) * parts + part);
+  }
+  CUTLASS_DEVICE static float sum_of(float4 const& sums) { return (sums.x + sums.y) + (sums.z + sums.w); }
+};
+
+// A column that is known to be Q's, K's or V's. A caller that knows it of a whole tile spares the tests of every step,
+// which keep the instructions of one from overlapping those of another. Of an `int`, an operation asks.
+enum class Part { kQuery, kKey, kValue };
+template <Part kPart>
+struct PartColumn {
+  int index;
+  CUTLASS_DEVICE operator int() const { return index; }
 };
 
 // Rotate Q and K. Their features stand in pair order, so columns 2i and 2i + 1 are one rotation pair.
@@ -92,6 +127,7 @@ struct Rope : Operation {
   float const* table;    // [positions, HeadDim / 2, (cos, sin)]
   int const* positions;  // [rows]
 
+  static constexpr int kOperands = 8, kPeriod = HeadDim;
   struct Row {
     int position;
   };
@@ -102,7 +138,7 @@ struct Rope : Operation {
   CUTLASS_DEVICE Rope(float const* angles, int const* of_rows) : table(angles), positions(of_rows) {}
 
   template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
+  CUTLASS_DEVICE Row begin(int row, bool valid, Nothing) const {
     return {valid ? positions[row] : 0};
   }
   CUTLASS_DEVICE Operands load(Row const& state, int, int column) const {
@@ -116,7 +152,15 @@ struct Rope : Operation {
     return operands;
   }
   CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, int column, float (&values)[8]) const {
-    if (column >= QFeatures + KFeatures) return;
+    if (column < QFeatures + KFeatures) rotate(operands, values);
+  }
+  template <Part kPart>
+  CUTLASS_DEVICE void apply(Row const&, Operands const& operands, int, PartColumn<kPart>, float (&values)[8]) const {
+    if constexpr (kPart != Part::kValue) rotate(operands, values);
+  }
+
+ private:
+  CUTLASS_DEVICE static void rotate(Operands const& operands, float (&values)[8]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float4 const two = operands.angles[i];
@@ -124,8 +168,6 @@ struct Rope : Operation {
       rotate(values[4 * i + 2], values[4 * i + 3], two.z, two.w);
     }
   }
-
- private:
   CUTLASS_DEVICE static void rotate(float& first, float& second, float cosine, float sine) {
     float const rotated = first * cosine - second * sine;
     second = second * cosine + first * sine;
@@ -141,7 +183,10 @@ struct ScatterKv : Operation {
   bf16* v_pages;
   long long const* slots;  // [rows]; negative: no K and V are written
 
-  static constexpr int kKvFeatures = KVHeads * HeadDim;
+  static constexpr int kQueryColumns = QFeatures, kKeyColumns = KVHeads * HeadDim;
+  struct Fetched {
+    long long slot;
+  };
   struct Row {
     int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
@@ -149,21 +194,38 @@ struct ScatterKv : Operation {
   CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
       : q(queries), k_pages(keys), v_pages(values), slots(of_rows) {}
 
+  template <int Lanes>
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    return {valid ? slots[row] : -1};
+  }
   template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    long long const slot = valid ? slots[row] : -1;
-    return {slot < 0 ? -1 : int(slot)};
+  CUTLASS_DEVICE Row begin(int, bool, Fetched const& fetched) const {
+    return {fetched.slot < 0 ? -1 : int(fetched.slot)};
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
-    if (column < QFeatures) {
-      store_bf16x8(q + size_t(row) * QFeatures + column, values);
-    } else if (state.slot >= 0) {
-      bool const is_k = column < QFeatures + kKvFeatures;
-      int const feature = column - QFeatures - (is_k ? 0 : kKvFeatures);
-      int const head = state.slot / PageSize * KVHeads + feature / HeadDim;
-      size_t const token = size_t(head) * PageSize + state.slot % PageSize;
-      store_bf16x8((is_k ? k_pages : v_pages) + token * HeadDim + feature % HeadDim, values);
+    bf16* target = q + size_t(row) * QFeatures + column;
+    if (column >= QFeatures) {
+      if (state.slot < 0) return;
+      bool const is_k = column < QFeatures + kKeyColumns;
+      target = (is_k ? k_pages : v_pages) + offset(state, column - QFeatures - (is_k ? 0 : kKeyColumns));
     }
+    store_bf16x8(target, values);  // one: where two branches store, nvcc makes one of them four of 4 bytes
+  }
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, PartColumn<Part::kQuery> column, float (&values)[8]) const {
+    store_bf16x8(q + size_t(row) * QFeatures + column.index, values);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kKey> column, float (&values)[8]) const {
+    if (state.slot >= 0) store_bf16x8(k_pages + offset(state, column.index - QFeatures), values);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kValue> column, float (&values)[8]) const {
+    if (state.slot >= 0) store_bf16x8(v_pages + offset(state, column.index - QFeatures - kKeyColumns), values);
+  }
+
+ private:
+  // Of a row's `column` of K or V in the pages: a head's slots of a page stand together.
+  CUTLASS_DEVICE static size_t offset(Row const& state, int column) {
+    int const page_head = state.slot / PageSize * KVHeads + column / HeadDim;
+    return (size_t(page_head) * PageSize + state.slot % PageSize) * HeadDim + column % HeadDim;
   }
 };
 
@@ -172,6 +234,7 @@ template <int Columns>
 struct Residual : Operation {
   bf16 const* residual;  // [rows, Columns]
 
+  static constexpr int kOperands = 4, kPeriod = Columns;
   struct Operands {
     uint4 added;
   };
@@ -225,7 +288,7 @@ struct StoreSumSquares : Operation {
   CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : out(target), sumsq_out(sums) {}
 
   template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Row begin(int, bool) const {
+  CUTLASS_DEVICE Row begin(int, bool, Nothing) const {
     return {0.f};
   }
   CUTLASS_DEVICE void apply(Row& state, Nothing, int row, int column, float (&values)[8]) const {
@@ -272,6 +335,16 @@ struct Chain<First, Rest...> {
   // Accumulator columns that become eight output columns.
   static constexpr int kWidth = (First::kHalvesColumns ? 2 : 1) * Chain<Rest...>::kWidth;
 
+  static constexpr int kOperands = First::kOperands + Chain<Rest...>::kOperands;
+  static constexpr int kPeriod = First::kPeriod > Chain<Rest...>::kPeriod ? First::kPeriod : Chain<Rest...>::kPeriod;
+  static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
+  static constexpr int kQueryColumns = First::kQueryColumns + Chain<Rest...>::kQueryColumns;
+  static constexpr int kKeyColumns = First::kKeyColumns + Chain<Rest...>::kKeyColumns;
+
+  struct Fetched {
+    typename First::Fetched first;
+    typename Chain<Rest...>::Fetched rest;
+  };
   struct Row {
     typename First::Row first;
     typename Chain<Rest...>::Row rest;
@@ -283,17 +356,26 @@ struct Chain<First, Rest...> {
 
   CUTLASS_DEVICE explicit Chain(First head, Rest... tail) : first(head), rest(tail...) {}
 
+  template <int Lanes>
+  CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
+    return {first.template fetch<Lanes>(row, valid), rest.template fetch<Lanes>(row, valid)};
+  }
+  template <int Lanes, int Loads = 1>
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    // The rest first: RowScale waits for its loads, and theirs can be on their way by then.
+    auto const state = rest.template begin<Lanes, Loads>(row, valid, fetched.rest);
+    return {first.template begin<Lanes, Loads>(row, valid, fetched.first), state};
+  }
   template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int row, bool valid) const {
-    // The rest first: RowScale waits for its loads, and theirs can be on their way by then.
-    auto const state = rest.template begin<Lanes, Loads>(row, valid);
-    return {first.template begin<Lanes, Loads>(row, valid), state};
+    return begin<Lanes, Loads>(row, valid, fetch<Lanes>(row, valid));
   }
   CUTLASS_DEVICE Operands load(Row const& state, int row, int column) const {
     return {first.load(state.first, row, column), rest.load(state.rest, row, column)};
   }
-  template <int Width>
-  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[Width]) const {
+  template <class Column, int Width>
+  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, Column column,
+                            float (&values)[Width]) const {
     static_assert(Width == kWidth, "SwiGLU chains take sixteen accumulator columns, all others eight");
     if constexpr (First::kHalvesColumns) {
       float halved[8];

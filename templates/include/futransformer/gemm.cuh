@@ -11,8 +11,11 @@
 // tile. Or it splits K: both blocks compute the same tile, each over half of K, and swap halves of their sums through
 // distributed shared memory, so that a projection with few tiles fills the card.
 //
-// Rows past m and K columns past K are zero-filled by TMA; rows past m and columns past N are never stored. Every sum
-// has a fixed order, so results do not depend on timing.
+// K columns past K are zero-filled by TMA, and so are rows past m, as far as they are loaded: where a tile has fewer rows,
+// the box of X ends with their last group of eight (the swizzle's period), for TMA takes as long over a row of zeros as
+// over any other. Behind it shared memory holds what an earlier stage or kernel left, NaN included. A row of products
+// depends on no other, and rows past m and columns past N are never stored. Every sum has a fixed order, so results do
+// not depend on timing.
 #pragma once
 
 #include "wgmma_shapes.cuh"
@@ -27,7 +30,7 @@
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "barrier.cuh"
-#include "epilogue.cuh"
+#include "tile_epilogue.cuh"
 #include "tile_order.cuh"
 
 namespace futransformer {
@@ -56,8 +59,8 @@ struct Gemm {
 
   // Registers a thread: the launch of 384 threads allocates 168 each; the producer's share goes to the accumulators.
   static constexpr bool kReallocate = kConsumers == 2;
-  static constexpr int kProducerRegisters = kAccumulators > 160 ? 24 : 40;
-  static constexpr int kConsumerRegisters = !kReallocate ? 128 : kAccumulators > 160 ? 240 : 232;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kReallocate || kAccumulators > 64 ? 240 : 128;
 
   static constexpr int kBlocks = Cluster::kM * Cluster::kN * Cluster::kSplits;  // of a cluster
   static constexpr int kSharing = Cluster::kM * Cluster::kN;                    // blocks that multicast to each other
@@ -88,7 +91,7 @@ struct Gemm {
 
   struct Shared {
     Element *x, *w;
-    float* exchange;        // [kAccumulators / 2, kConsumerThreads]
+    float4* exchange;       // [kAccumulators / 8, kConsumerThreads]
     Full* full;             // [Stages] a stage's bytes have arrived
     Empty* empty;           // [Stages] all consumers of all sharing blocks are done with it
     Full* exchange_full;    // the peer's sums have arrived
@@ -101,7 +104,7 @@ struct Gemm {
     Shared shared;
     shared.x = reinterpret_cast<Element*>(bytes);
     shared.w = reinterpret_cast<Element*>(bytes + Stages * kStageX);
-    shared.exchange = reinterpret_cast<float*>(bytes + Stages * (kStageX + kStageW));
+    shared.exchange = reinterpret_cast<float4*>(bytes + Stages * (kStageX + kStageW));
     shared.full = reinterpret_cast<Full*>(bytes + Stages * (kStageX + kStageW) + kExchangeBytes);
     shared.empty = reinterpret_cast<Empty*>(shared.full + Stages);
     shared.exchange_full = reinterpret_cast<Full*>(shared.empty + Stages);
@@ -127,7 +130,7 @@ struct Gemm {
     int const warpgroup = cutlass::canonical_warp_group_idx();
     if (warpgroup == 0) {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (threadIdx.x < 32 && cute::elect_one_sync()) produce(shared, map_x, map_w, order);
+      if (threadIdx.x < 32 && cute::elect_one_sync()) produce(shared, map_x, map_w, m, order);
     } else {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_previous_kernel();
@@ -154,12 +157,14 @@ struct Gemm {
     }
   }
 
-  CUTLASS_DEVICE static void produce(Shared const& shared, CUtensorMap const& map_x, CUtensorMap const& map_w,
+  CUTLASS_DEVICE static void produce(Shared const& shared, CUtensorMap const& map_x, CUtensorMap const& map_w, int m,
                                      Order const& order) {
     using namespace cute;
     constexpr uint16_t kBoth = 0b11;
     constexpr int kRowsX = Tile::kM / Cluster::kN;  // of its own share of a tile, that a block loads for both
     constexpr int kRowsW = Tile::kN / Cluster::kM;
+    int const box = min(kRowsX, (m + 7) / 8 * 8);  // rows of map_x's
+    int const stage_bytes = Cluster::kN * box * Tile::kK * int(sizeof(Element)) + kStageW;
     uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
 
     auto const load_x = [&](int stage, int tile_m, int k) {
@@ -190,7 +195,7 @@ struct Gemm {
     auto at = order(cluster());
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < kFirst; ++k) {
-      shared.full[k].arrive_and_expect_tx(kStageX + kStageW);
+      shared.full[k].arrive_and_expect_tx(stage_bytes);
       load_w(k, at.n, k);
     }
     wait_for_previous_kernel();
@@ -206,7 +211,7 @@ struct Gemm {
       for (; k < kTilesK; ++k, ++position) {
         int const stage = position.index();
         wait(shared.empty[stage], position.phase() ^ 1);
-        shared.full[stage].arrive_and_expect_tx(kStageX + kStageW);
+        shared.full[stage].arrive_and_expect_tx(stage_bytes);
         load_x(stage, at.m, k);
         load_w(stage, at.n, k);
       }
@@ -274,36 +279,46 @@ struct Gemm {
       auto const at = order(tile);
       int const tile_n = at.n * Cluster::kN + rank_n();
       int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + part * kAtoms * 64 + row_of_thread();
-      Rows<Epilogue> rows;
-      if constexpr (kPingpong) take_turn();
+      Ending<Epilogue> ending(epilogue, row, tile_n, m);
+      if constexpr (kPingpong) {
+        take_turn();
+      } else {
+        ending.fetch();
+      }
 
-      // Two stages are in flight while the rows' values are fetched, and one in the steady state.
+      // Two stages are under way before the rows' values are waited for, and one in the steady state.
       constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
+      constexpr int kLast = kPingpong ? 0 : kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kHead; ++k) multiply();
-      if constexpr (!kPingpong) begin_rows(epilogue, rows, row, m);
       if constexpr (kHead == 2) {
         warpgroup_wait<1>();
         release(2);
       }
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int k = kHead; k < kTilesK; ++k) {
-        multiply();
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(accumulators);
-        release(2);
-      }
+      if constexpr (!kPingpong) ending.begin();
+      auto const advance = [&](int stages) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int k = 0; k < stages; ++k) {
+          multiply();
+          warpgroup_wait<1>();
+          warpgroup_fence_operand(accumulators);
+          release(2);
+        }
+      };
+      advance(kTilesK - kHead - kLast);
       if constexpr (kPingpong) {
         if (tile + clusters() < order.count()) pass_turn();
-        begin_rows(epilogue, rows, row, m);
+        ending.fetch();
+        ending.begin();
       }
-      store(epilogue, rows, accumulators, row, tile_n, m, [&] {
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(accumulators);
-        release(1);
-        if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
-      });
+      ending.ask();
+      if constexpr (kLast > 0) advance(kLast);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(accumulators);
+      release(1);
+      if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
+      ending.finish(accumulators);
       if constexpr (kPingpong) position.advance(kTilesK);  // the other consumer's
       if constexpr (Cluster::kSplits == 2) {
         __syncwarp();  // all that was received has been used
@@ -313,28 +328,20 @@ struct Gemm {
     }
   }
 
-  // A thread of a wgmma accumulator holds columns 8 j + 2 (lane % 4) + {0, 1} of two rows, eight apart; of which the
-  // block keeps the rank_k-th where K is split.
+  // A thread of a wgmma accumulator holds two rows, eight apart; of which the block keeps the rank_k-th where K is split.
   static constexpr int kHalves = Cluster::kSplits == 2 ? 1 : 2;
   CUTLASS_DEVICE static int row_of_thread() {
     int const thread = threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     return thread / 32 * 16 + thread % 32 / 4 + 8 * rank_k();
   }
 
-  // What the epilogue keeps for each row of a thread. A cooperative tile fetches it while its first products are under
-  // way, a pingpong tile when its last are: its end is hidden, and holding the values all along would cost registers.
+  // A cooperative tile fetches its rows' values while its first products are under way and asks for operands
+  // kAskStages before its last; a pingpong tile does both when its last are: its end is hidden, and holding the values
+  // all along would cost registers.
+  static constexpr int kAskStages = 3;  // 3 k clocks of both consumers' products: more than a miss of L2 under load
   template <class Epilogue>
-  using Rows = typename Epilogue::Row[kAtoms * kHalves];
-
-  CUTLASS_DEVICE static int row_offset(int index) { return index / kHalves * 64 + index % kHalves * 8; }
-
-  template <class Epilogue>
-  CUTLASS_DEVICE static void begin_rows(Epilogue const& epilogue, Rows<Epilogue>& rows, int row, int m) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAtoms * kHalves; ++i) {
-      rows[i] = epilogue.template begin<4>(row + row_offset(i), row + row_offset(i) < m);
-    }
-  }
+  using Ending = TileEpilogue<Epilogue, kAtoms, kHalves, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
+                              kConsumerRegisters - kAccumulators - 48>;
 
   // Two blocks have multiplied half of K each. Block 0 keeps the first row of each thread's two, block 1 the second:
   // each sends the sums of the other's, and adds what it receives to its own, which become the half 0 of the fragment.
@@ -343,74 +350,39 @@ struct Gemm {
     using namespace cute;
     int const thread = consumer * cutlass::NumThreadsPerWarpGroup + threadIdx.x % cutlass::NumThreadsPerWarpGroup;
     bool const second = rank_k() == 1;
-    uint32_t const barrier = cast_smem_ptr_to_uint(shared.exchange_full);
+    uint32_t const theirs = set_block_rank(cast_smem_ptr_to_uint(shared.exchange + thread), 1 - rank_k());
+    uint32_t const their_barrier = set_block_rank(cast_smem_ptr_to_uint(shared.exchange_full), 1 - rank_k());
     if (thread == 0) shared.exchange_full->arrive_and_expect_tx(kExchangeBytes);
     wait(*shared.exchange_empty, parity ^ 1);
+    // Sums 8 i to 8 i + 7: two of the first row, two of the second, and so again.
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAccumulators / 2; ++i) {
-      int const first_row = i / 2 * 4 + i % 2, second_row = first_row + 2;
-      float const sent = second ? accumulators(first_row) : accumulators(second_row);
-      accumulators(first_row) = second ? accumulators(second_row) : accumulators(first_row);
-      store_shared_remote(__float_as_uint(sent), cast_smem_ptr_to_uint(shared.exchange + i * kConsumerThreads + thread),
-                          barrier, 1 - rank_k());
+    for (int i = 0; i < kAccumulators / 8; ++i) {
+      float sent[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        int const first_row = 8 * i + j / 2 * 4 + j % 2, second_row = first_row + 2;
+        sent[j] = second ? accumulators(first_row) : accumulators(second_row);
+        accumulators(first_row) = second ? accumulators(second_row) : accumulators(first_row);
+      }
+      store_shared_remote_f32x4(sent, theirs + i * kConsumerThreads * sizeof(float4), their_barrier);
     }
     wait(*shared.exchange_full, parity);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kAccumulators / 2; ++i) {
-      accumulators(i / 2 * 4 + i % 2) += shared.exchange[i * kConsumerThreads + thread];
+    for (int i = 0; i < kAccumulators / 8; ++i) {
+      float4 const received = shared.exchange[i * kConsumerThreads + thread];
+      accumulators(8 * i) += received.x;
+      accumulators(8 * i + 1) += received.y;
+      accumulators(8 * i + 4) += received.z;
+      accumulators(8 * i + 5) += received.w;
     }
   }
 
-  // Hand the accumulators to the epilogue, eight output columns of a row at a time. W's rows were permuted so that 8
-  // (16 for SwiGLU) consecutive accumulators of a thread are eight consecutive output columns. What an operation reads
-  // from memory is asked for kAhead steps early, the first of it before `complete` waits for the sums: nothing else
-  // hides the end of a cooperative tile.
-  template <class Epilogue, class Accumulators, class Complete>
-  CUTLASS_DEVICE static void store(Epilogue const& epilogue, Rows<Epilogue>& rows, Accumulators const& accumulators,
-                                   int row, int tile_n, int m, Complete const& complete) {
-    using Operands = typename Epilogue::Operands;
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kColumns = 4 * kWidth;  // of accumulators, that a quad turns into 32 output columns
-    constexpr int kGroups = Tile::kN / kColumns;
-    constexpr int kSteps = kAtoms * kHalves * kGroups;
-    constexpr int kSpare = (kConsumerRegisters - kAccumulators - 48) * 4 / int(sizeof(Operands));
-    constexpr int kAhead = kSpare < 1 ? 1 : kSpare > 8 ? 8 : kSpare;
-
-    auto const row_at = [&](int step) { return row + row_offset(step / kGroups); };
-    auto const first_column = [&](int step) { return tile_n * Tile::kN + step % kGroups * kColumns; };
-    auto const column_at = [&](int step) { return first_column(step) * 8 / kWidth + 8 * (threadIdx.x % 4); };
-    auto const valid = [&](int step) {
-      return row_at(step) < m && (N % (Tile::kN * Cluster::kN) == 0 || first_column(step) < N);
-    };
-
-    Operands ahead[kAhead];
-    auto const load = [&](int step) {
-      auto& state = rows[step / kGroups];
-      if (valid(step)) ahead[step % kAhead] = epilogue.load(state, row_at(step), column_at(step));
-    };
-    CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kAhead && step < kSteps; ++step) load(step);
-    complete();
-    CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      auto& state = rows[step / kGroups];
-      Operands const operands = ahead[step % kAhead];
-      if (step + kAhead < kSteps) load(step + kAhead);
-      if (valid(step)) {
-        float values[kWidth];
-        CUTLASS_PRAGMA_UNROLL
-        for (int pair = 0; pair < kWidth / 2; ++pair) {
-          int const atom = step / (kHalves * kGroups), half = step / kGroups % kHalves;
-          int const index = atom * Tile::kN / 2 + (step % kGroups * kWidth / 2 + pair) * 4 + 2 * half;
-          values[2 * pair] = accumulators(index);
-          values[2 * pair + 1] = accumulators(index + 1);
-        }
-        epilogue.apply(state, operands, row_at(step), column_at(step), values);
-      }
-      if (step % kGroups == kGroups - 1) {
-        epilogue.template end<4>(state, row_at(step), tile_n, row_at(step) < m && tile_n < kTilesN);
-      }
-    }
+  // 16 bytes to another block, counted by its barrier; CuTe has this for 4 bytes only (store_shared_remote).
+  CUTLASS_DEVICE static void store_shared_remote_f32x4(float const (&values)[4], uint32_t target, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :
+                 : "r"(target), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+                 : "memory");
   }
 };
 

@@ -1,0 +1,103 @@
+"""Which schedules of a prefill GEMM are worth compiling and timing: legal ones, the likeliest first.
+
+A model orders them, and only orders them: a tile's time is that of its products or of its operands' way into shared
+memory, whichever is longer, a part of the latter in any case, and what its end costs; times the waves of tiles that the
+card needs. It knows nothing of clocks and power, so the best few are timed: `futransformer tune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .errors import UnsupportedError
+from .precision import Element
+from .specs import GemmSpec, Heads, Tile
+from .specs.base import MAX_SHARED_BYTES
+from .specs.gemm import SCHEDULES
+
+BUCKETS: dict[
+    int | None, tuple[int, ...]
+] = {  # most rows that a kernel serves (None: any) -> the numbers to time it at
+    64: (16, 64),
+    256: (128, 256),
+    None: (2048, 8192),
+}
+
+_TILE_ROWS = (64, 128, 192, 256)
+_TILE_COLUMNS = range(32, 257, 32)
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))
+_MOST_STAGES = 12
+_DRIVERS_BYTES = 1024  # of shared memory that is left free: alignment
+_RASTER = 8  # (cluster) tiles along M in flight: both operands then come about as often from L2
+
+# Clocks of one multiprocessor: dense BF16 multiply-adds, bytes into shared memory, and what a tile's end takes where
+# nothing hides it (two pingpong warpgroups hide each other's) or where two blocks exchange the halves of a split K.
+_MULTIPLY_ADDS = 2048
+_BYTES = 64
+_TILE_END = 1500
+_EXCHANGE = 3000
+# Of tiles whose products take longer, those that copy more are slower all the same: on an H200 128x128 in pairs, with 6
+# clocks of copies to 8 of products, reached 0.91 of torch.mm where 128x256, with 8 to 16, reached 0.97.
+_COPIES_FELT = 0.25
+
+
+def candidates(
+    op: str, element: Element, n: int, k: int, heads: Heads | None, rows: int, multiprocessors: int, count: int
+) -> tuple[GemmSpec, ...]:
+    """The ``count`` likeliest schedules for ``rows`` rows of x, best first by the model, then by name."""
+    legal = _legal(op, element, n, k, heads)
+    return tuple(sorted(legal, key=lambda spec: (clocks(spec, rows, multiprocessors), spec.name))[:count])
+
+
+def clocks(spec: GemmSpec, rows: int, multiprocessors: int) -> float:
+    """What the model thinks of a schedule."""
+    tile, (cluster_m, cluster_n, splits) = spec.tile, spec.cluster
+    tiles = -(-rows // (tile.m * cluster_m)) * -(-spec.n // (tile.n * cluster_n))
+    at_once = multiprocessors * spec.blocks_per_sm // (cluster_m * cluster_n * splits)
+    # Blocks on one multiprocessor share its units.
+    products = spec.blocks_per_sm * tile.m * tile.n / _MULTIPLY_ADDS
+    copied = tile.m / cluster_n + tile.n / cluster_m  # a tile that two blocks share comes from L2 once
+    operands = spec.blocks_per_sm * copied * spec.element.bits / 8 / _BYTES
+    depth = -(-spec.k // (tile.k * splits)) * tile.k
+    end = 0 if spec.schedule == "pingpong" else _TILE_END
+    column = max(products, operands) + _COPIES_FELT * operands
+    return -(-tiles // at_once) * (column * depth + end + (_EXCHANGE if splits == 2 else 0))
+
+
+def _legal(op: str, element: Element, n: int, k: int, heads: Heads | None) -> Iterator[GemmSpec]:
+    """Every schedule that a spec takes, each with as many stages as fit; none whose tile is mostly outside N."""
+    for schedule in SCHEDULES:
+        for cluster in _CLUSTERS:
+            for tile_m in _TILE_ROWS:
+                for tile_n in _TILE_COLUMNS:
+                    if tile_n >= 2 * max(n, 32):
+                        continue
+                    spec = _deepest(op, element, n, k, heads, Tile(tile_m, tile_n, 64), cluster, schedule)
+                    if spec is not None:
+                        yield spec
+
+
+def _deepest(
+    op: str,
+    element: Element,
+    n: int,
+    k: int,
+    heads: Heads | None,
+    tile: Tile,
+    cluster: tuple[int, int, int],
+    schedule: str,
+) -> GemmSpec | None:
+    """The schedule with the most stages; None where no spec takes it with three, which a deep K needs."""
+
+    def with_stages(stages: int) -> GemmSpec | None:
+        try:
+            return GemmSpec(op, element, n, k, tile, *cluster, stages, schedule, _RASTER, heads)
+        except UnsupportedError:
+            return None
+
+    fewest = with_stages(3)
+    if fewest is None:
+        return None
+    a_stage = (tile.m + tile.n) * tile.k * element.bits // 8 + 16
+    room = (MAX_SHARED_BYTES - _DRIVERS_BYTES - fewest.shared_bytes) // a_stage
+    return with_stages(min(3 + max(room, 0), _MOST_STAGES))

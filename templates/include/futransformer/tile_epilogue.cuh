@@ -1,0 +1,125 @@
+// The end of a tile: the sums that a thread of wgmma holds, handed to the epilogue chain.
+//
+// A thread of an accumulator holds columns 8 j + 2 (lane % 4) + {0, 1} of its rows, eight apart in a wgmma row of 64.
+// W's rows were permuted so that 8 (16 for SwiGLU) consecutive sums of a thread are eight consecutive output columns,
+// and a quad's are 32: a group.
+//
+// Nothing else hides the end of a cooperative tile, so what the chain reads from memory is asked for ahead: fetch() and
+// begin() take what it keeps for a row, ask() as many operands as registers have room for, and finish() asks for the
+// rest while it consumes them. Operands that repeat along a row (RoPE's angles, with every head) are asked for once.
+#pragma once
+
+#include <cutlass/cutlass.h>
+
+#include "epilogue.cuh"
+
+namespace futransformer {
+
+// `Atoms` wgmma rows of 64 a consumer, of each of which a thread has `Halves` rows; tiles of `Width` columns (of
+// accumulators), the last of which may pass `Columns` where `Ragged`; `Registers` that are free for operands.
+template <class Epilogue, int Atoms, int Halves, int Width, int Columns, bool Ragged, int Registers>
+class TileEpilogue {
+  using Operands = typename Epilogue::Operands;
+  static constexpr int kWidth = Epilogue::kWidth;
+  static constexpr int kGroupWidth = 4 * kWidth;  // accumulator columns of a group
+  static constexpr int kGroups = Width / kGroupWidth;
+  static constexpr int kLines = Atoms * Halves;  // rows of a thread
+  static constexpr int kPeriod = (Epilogue::kPeriod + 31) / 32;  // groups after which operands repeat
+  static_assert(Epilogue::kPeriod == 1 || Epilogue::kPeriod % 32 == 0, "operands repeat with whole groups");
+  static constexpr int kDistinct = kPeriod < kGroups ? kPeriod : kGroups;
+  static constexpr int kSteps = kLines * kDistinct;
+  static constexpr int kRoom = Epilogue::kOperands > 0 ? Registers / Epilogue::kOperands : kSteps;
+  static constexpr int kAhead = kRoom < 1 ? 1 : kRoom < kSteps ? kRoom : kSteps;
+
+  Epilogue const& epilogue_;
+  int const row_, tile_, rows_;  // this thread's first row, the tile's index along N, the problem's rows
+  typename Epilogue::Fetched fetched_[kLines];
+  typename Epilogue::Row lines_[kLines];
+  Operands ahead_[kAhead];
+
+ public:
+  CUTLASS_DEVICE TileEpilogue(Epilogue const& epilogue, int row, int tile, int rows)
+      : epilogue_(epilogue), row_(row), tile_(tile), rows_(rows) {}
+
+  CUTLASS_DEVICE void fetch() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+      fetched_[line] = epilogue_.template fetch<4>(row_at(line), row_at(line) < rows_);
+    }
+  }
+
+  // After fetch(). All lanes of the warp.
+  CUTLASS_DEVICE void begin() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+      lines_[line] = epilogue_.template begin<4>(row_at(line), row_at(line) < rows_, fetched_[line]);
+    }
+  }
+
+  CUTLASS_DEVICE void ask() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kAhead; ++step) ask(step);
+  }
+
+  // All lanes of the warp. `accumulators` [Atoms][Width / 8][2 rows][2 columns]; of one row alone where Halves is 1.
+  template <class Accumulators>
+  CUTLASS_DEVICE void finish(Accumulators const& accumulators) {
+    if constexpr (Epilogue::kQueryColumns > 0) {
+      constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;
+      int const first = first_column(0), end = first_column(kGroups);
+      if (end <= kKeys) return walk<PartColumn<Part::kQuery>>(accumulators);
+      if (first >= kKeys && end <= kValues) return walk<PartColumn<Part::kKey>>(accumulators);
+      if (first >= kValues) return walk<PartColumn<Part::kValue>>(accumulators);
+    }
+    walk<int>(accumulators);
+  }
+
+ private:
+  template <class Column, class Accumulators>
+  CUTLASS_DEVICE void walk(Accumulators const& accumulators) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+      if (row_at(line) < rows_) {  // then so are the lines before it
+        CUTLASS_PRAGMA_UNROLL
+        for (int distinct = 0; distinct < kDistinct; ++distinct) {
+          int const step = line * kDistinct + distinct;
+          Operands const operands = ahead_[step % kAhead];
+          if (step + kAhead < kSteps) ask(step + kAhead);
+          CUTLASS_PRAGMA_UNROLL
+          for (int group = distinct; group < kGroups; group += kDistinct) {
+            if (inside(group)) apply<Column>(accumulators, operands, line, group);
+          }
+        }
+      }
+      epilogue_.template end<4>(lines_[line], row_at(line), tile_, row_at(line) < rows_ && inside(0));
+    }
+  }
+
+  CUTLASS_DEVICE int row_at(int line) const { return row_ + line / Halves * 64 + line % Halves * 8; }
+  CUTLASS_DEVICE int first_column(int group) const { return tile_ * Width + group * kGroupWidth; }
+  CUTLASS_DEVICE int column_at(int group) const {
+    return first_column(group) * 8 / kWidth + 8 * (threadIdx.x % 4);
+  }
+  CUTLASS_DEVICE bool inside(int group) const { return !Ragged || first_column(group) < Columns; }
+
+  CUTLASS_DEVICE void ask(int step) {
+    int const line = step / kDistinct, group = step % kDistinct;
+    if (row_at(line) < rows_ && inside(group)) {
+      ahead_[step % kAhead] = epilogue_.load(lines_[line], row_at(line), column_at(group));
+    }
+  }
+
+  template <class Column, class Accumulators>
+  CUTLASS_DEVICE void apply(Accumulators const& accumulators, Operands const& operands, int line, int group) {
+    float values[kWidth];
+    CUTLASS_PRAGMA_UNROLL
+    for (int pair = 0; pair < kWidth / 2; ++pair) {
+      int const index = line / Halves * Width / 2 + (group * kWidth / 2 + pair) * 4 + line % Halves * 2;
+      values[2 * pair] = accumulators(index);
+      values[2 * pair + 1] = accumulators(index + 1);
+    }
+    epilogue_.apply(lines_[line], operands, row_at(line), Column{column_at(group)}, values);
+  }
+};
+
+}  // namespace futransformer

@@ -1,0 +1,163 @@
+"""Every kernel of an export at a few small, odd shapes, checked against the reference: what runs under each tool.
+
+``python -m tests.sanitize.cases --kernels FOLDER --export NAME --tool TOOL --seconds N`` writes JSON, an object a line:
+``{"begin": case}`` before a case, and after it ``{"case": ..., "kernels": {name: launches}, "seconds": ..., "failure":
+null or what was wrong}``; ``{"left_out": case}`` once the seconds are spent. Cheap cases come first; every kernel of an
+export is launched by some case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import pytest
+import torch
+
+from futransformer.build.load import load_or_build
+from futransformer.driver import Kernel
+from futransformer.generator.errors import FuTransformerError
+from futransformer.generator.plan import projections
+from futransformer.library import KernelLibrary
+from futransformer.ops.interface import PROJECTIONS, Projection
+from tests.ops import test_attention_decode as decode_attention
+from tests.ops import test_attention_prefill as prefill_attention
+from tests.ops import test_decode_gemm as decode_gemm
+from tests.ops import test_odd_shapes as odd_shapes
+from tests.ops.models import TAILS, TAILS_NAME, model_config, tested_plan
+from tests.ops.stand_in import CPU
+from tests.sanitize import planted
+from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, remote_library
+
+PROMPTS = ((0, 0), (1, 1), (65, 65), (17, 81), (129, 130), (3, 67))  # (queries, keys)
+LENGTHS = (0, 1, 63, 64, 65, 200)  # of the sequences of a decode batch
+PREFILL_ROWS = (17, 129, 300)  # for each of a projection's kernels; 300 are two tiles of 128 and a part
+EMPTY_ROWS = 3  # of a decode kernel's batch tile
+TAIL_ROWS = (127, 300)
+RING_TURNS = 8
+
+Launched = Callable[[str], None]
+
+
+class Case(NamedTuple):
+    """One thing to run; an AssertionError says that a result was wrong."""
+
+    name: str
+    run: Callable[[], None]
+
+
+def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, launched: Launched) -> Iterator[Case]:
+    """The cases of one export; the kernels are loaded when the first is asked for."""
+    folder = kernels / export
+    if export == planted.EXPORT:
+        built = load_or_build(planted.SPECS, folder=folder)
+        for planted_spec in planted.specs_for(tool):
+            kernel = remote_kernel(planted_spec, built, launched)
+            yield Case(planted_spec.name, partial(run_planted, planted_spec.fault, kernel))
+    elif export == TAILS_NAME:
+        map_on_the_host(patch)
+        built = load_or_build(TAILS, folder=folder)
+        for spec in TAILS:
+            tail = cast(Kernel, remote_kernel(spec, built, launched))
+            for rows in TAIL_ROWS:
+                yield Case(f"{spec.name}/M={rows}", partial(odd_shapes.check_tails, spec, tail, CPU, rows))
+    else:
+        plan = tested_plan(export)
+        built = load_or_build(plan.specs(), folder=folder)
+        yield from model_cases(remote_library(model_config(export), plan, built, patch, launched))
+
+
+def model_cases(ops: KernelLibrary) -> Iterator[Case]:
+    """Each operation of a model; projections in the order of their weights' sizes."""
+    yield Case("rows", partial(odd_shapes.check_rows, ops))
+    yield Case("attention_decode", partial(check_attention_decode, ops))
+    yield Case("attention_prefill", partial(check_attention_prefill, ops))
+    shapes = projections(ops.config)
+    for op in sorted(PROJECTIONS, key=lambda op: shapes[op][0] * shapes[op][1]):
+        for rows in rows_of_each_kernel(ops, op):
+            yield Case(f"prefill/{op}/M={rows}", partial(odd_shapes.check_prefill, ops, op, rows))
+        for tile in ops.plan.decode[op]:
+            yield Case(f"decode/{op}/B={tile - EMPTY_ROWS}", partial(check_decode, ops, op, tile))
+
+
+def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
+    """Of PREFILL_ROWS one number for each kernel, the largest that it serves."""
+    buckets = ops.plan.prefill[op].items()
+    serving = {next(spec for most, spec in buckets if rows <= most): rows for rows in PREFILL_ROWS}
+    return list(serving.values())
+
+
+def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:
+    """A batch that leaves some rows of its tile empty."""
+    problem = decode_gemm.problem_of(ops, op)
+    rows = tile - EMPTY_ROWS
+    decode_gemm.assert_close(problem, problem.launch(0, rows, tile), rows)
+
+
+def check_attention_decode(ops: KernelLibrary) -> None:
+    """As the op splits the sequences, a split a page, and one split."""
+    batch = decode_attention.Problem(ops, ops.config.heads, LENGTHS)
+    for options in decode_attention.CHOSEN_AND_FIXED:
+        batch.check(batch.run(**options))
+
+
+def check_attention_prefill(ops: KernelLibrary) -> None:
+    """Prompts and later turns in one launch."""
+    prompts = prefill_attention.Problem(ops, ops.config.heads, PROMPTS)
+    prompts.check(prompts.run())
+
+
+def run_planted(fault: str, kernel: RemoteKernel) -> None:
+    """Launch; what a faulty kernel computes is nothing to rely on."""
+    values, out = torch.arange(planted.THREADS, dtype=torch.float32), torch.zeros(planted.THREADS)
+    kernel.launch((1, 1, 1), values=values, copies=RING_TURNS, out=out)
+    if fault == planted.SOUND:
+        assert out.tolist() == [0.0] * 32 + [RING_TURNS * (planted.THREADS - 1.0)] * 32, "the sound kernel is not"
+
+
+def run_cases(cases: Iterable[Case], launches: Counter[str], seconds: float) -> Iterator[dict[str, object]]:
+    """Run what begins within ``seconds``; yield the lines of the module's docstring."""
+    end = time.monotonic() + seconds
+    for case in cases:
+        start = time.monotonic()
+        if start >= end:
+            yield {"left_out": case.name}
+            continue
+        yield {"begin": case.name}
+        launches.clear()
+        failure = None
+        try:
+            case.run()
+        except (AssertionError, FuTransformerError, RuntimeError) as error:
+            failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        took = round(time.monotonic() - start, 3)
+        yield {"case": case.name, "kernels": dict(launches), "seconds": took, "failure": failure}
+
+
+def main() -> None:
+    """Run one export's cases."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kernels", type=Path, required=True)
+    parser.add_argument("--export", required=True)
+    parser.add_argument("--tool", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    args = parser.parse_args()
+    launches: Counter[str] = Counter()
+
+    def launched(name: str) -> None:
+        launches[name] += 1
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        cases = cases_of(args.export, args.kernels, args.tool, patch, launched)
+        for line in run_cases(cases, launches, args.seconds):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The script that runs compute-sanitizer, against a stand-in for the tool, and its cases on stand-in kernels."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.build.compile import build_kernels
+from futransformer.build.sass import count_instructions, occurrences
+from futransformer.build.settings import BuildSettings
+from futransformer.generator.plan import make_plan
+from futransformer.reference import ReferenceOps
+from tests.ops.stand_in import CPU, StandInKernel
+from tests.ops.test_two_layers import TINY
+from tests.sanitize import cases, planted, remote, runner
+from tests.sanitize.__main__ import main
+from tests.sanitize.records import NO_KERNEL, parse
+
+FAKE = Path(__file__).parent / "fake_sanitizer.py"
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at gemm_o_sm90+0x60
+=========     by thread (63,0,0) in block (0,0,0)
+=========     Access to 0x7f00 is out of bounds
+=========
+========= Program hit cudaErrorLaunchFailure (error 719) on CUDA API call to cudaDeviceSynchronize.
+=========
+========= ERROR SUMMARY: 5 errors
+"""
+RACECHECK = """\
+========= COMPUTE-SANITIZER
+========= Warning: Race reported between Read access at gemm_o_sm90+0x90
+=========     and Write access at gemm_o_sm90_longer+0xb0 [508 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)
+"""
+
+
+def test_records_name_their_kernels() -> None:
+    log = parse(MEMCHECK, {"gemm_o_sm90", "gemm_o"})
+    assert (log.errors, log.warnings) == (5, 0)
+    assert [record.kernel for record in log.records] == ["gemm_o_sm90", NO_KERNEL]
+    assert log.records[0].text.endswith("Access to 0x7f00 is out of bounds")
+    log = parse(RACECHECK, {"gemm_o_sm90"})
+    assert (log.errors, log.warnings) == (0, 1)
+    assert [(record.kernel, record.warning) for record in log.records] == [("gemm_o_sm90", True)]
+
+
+def test_a_log_without_a_summary_is_not_clean() -> None:
+    done = json.dumps({"case": "a", "kernels": {"k": 2}, "seconds": 1.0, "failure": None})
+    run = runner.judge("memcheck", "tails", done, parse("========= COMPUTE-SANITIZER\n", {"k"}), frozenset({"k"}))
+    assert run.failures == ["memcheck/tails: the tool wrote no summary"]
+
+
+def test_what_was_counted_not_printed_not_run_or_not_ended_is_told() -> None:
+    lines = [
+        {"begin": "a"},
+        {"case": "a", "kernels": {"gemm_o_sm90": 2}, "seconds": 1.0, "failure": "AssertionError: two runs differ"},
+        {"left_out": "b"},
+        {"begin": "c"},
+    ]
+    names = frozenset({"gemm_o_sm90", "argmax"})
+    run = runner.judge("memcheck", "tails", "\n".join(map(json.dumps, lines)), parse(MEMCHECK, names), names)
+    assert run.tallies["gemm_o_sm90"] == runner.Tally(cases=1, launches=2, errors=1, seconds=1.0)
+    assert run.tallies[NO_KERNEL].errors == 4
+    assert run.messages[-1] == "memcheck/tails: 3 more errors, which it counted and did not print"
+    assert run.failures == ["memcheck/tails/a: AssertionError: two runs differ", "memcheck/tails/c: did not end"]
+    assert run.left_out == ["memcheck/tails/b", "memcheck/tails: kernel argmax was not launched"]
+
+
+@pytest.fixture
+def exports(tmp_path: Path) -> Path:
+    """Manifests are all that is read of the exports here."""
+    for export in (planted.EXPORT, "tails", "odd"):
+        (tmp_path / export).mkdir()
+        kernels = [{"name": f"{export}_sm90_{index}"} for index in range(2)]
+        if export == planted.EXPORT:
+            kernels = [{"name": spec.name} for spec in planted.SPECS]
+        (tmp_path / export / "manifest.json").write_text(json.dumps({"kernels": kernels}))
+    return tmp_path
+
+
+def sanitize(
+    exports: Path, monkeypatch: pytest.MonkeyPatch, mode: str, *options: str
+) -> tuple[int, dict[str, Any] | None]:
+    monkeypatch.setenv("FAKE_SANITIZER", mode)
+    output = exports / "results"
+    arguments = [
+        "--kernels",
+        str(exports),
+        "--output",
+        str(output),
+        "--compute-sanitizer",
+        str(FAKE),
+        "--commit",
+        "abc",
+    ]
+    status = main([*arguments, "--export", "tails", "--export", "odd", *options])
+    file = output / "sanitize.json"
+    return status, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_clean(exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status, content = sanitize(exports, monkeypatch, "clean")
+    assert status == 0
+    assert content is not None
+    assert (content["subject"], content["version"], content["commit"]) == ("sanitize", "2025.3.1.0", "abc")
+    assert len(content["rows"]) == 3 * 2 * 2
+    assert not any(row["errors"] or row["warnings"] for row in content["rows"])
+    found = {row["kernel"]: row["errors"] for row in content["planted"] if row.get("required")}
+    assert found == {"planted_write_past_end": 1, "planted_shared_race": 1, "planted_barrier_without_init": 1}
+    assert "racecheck, 4, 4, 0, 0, 2.0" in capsys.readouterr().out
+
+
+def test_a_hazard_is_told_by_kernel(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, content = sanitize(exports, monkeypatch, "hazard")
+    assert status == 1
+    assert content is not None
+    errors = {row["case"]: row["errors"] for row in content["rows"] if row["errors"]}
+    assert errors["sanitize/racecheck/tails_sm90_0"] == errors["sanitize/racecheck/odd_sm90_0"] == 1
+    assert errors["sanitize/racecheck/(no kernel)"] == 2, "counted, not printed"
+    assert any("Race reported" in message for message in content["messages"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("refused", "cannot run here: memcheck/(no kernel): Error: Device not supported"),
+        ("blind", "cannot run here: memcheck does not find planted_write_past_end; it says: nothing"),
+    ],
+)
+def test_a_tool_that_sees_nothing_is_no_proof(
+    exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, message: str
+) -> None:
+    assert sanitize(exports, monkeypatch, mode) == (2, None)
+    assert message in capsys.readouterr().out
+
+
+def test_a_missing_program(exports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--kernels", str(exports), "--output", str(exports), "--compute-sanitizer", str(exports / "none")]
+    assert main(arguments) == 2
+    assert "cannot run here: there is no " in capsys.readouterr().out
+
+
+def test_time_that_runs_out(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, content = sanitize(exports, monkeypatch, "hang", "--seconds", "4", "--tool", "memcheck")
+    assert status == 1
+    assert content is not None
+    assert "memcheck/tails/endless: did not end" in content["failures"]
+    assert any(failure.startswith("memcheck/tails: killed after") for failure in content["failures"])
+
+
+# The cases, with the reference in the kernels' place
+
+
+class Answering:
+    """A driver's kernel that the reference plays, and that notes the tensors it was given."""
+
+    def __init__(self, spec: Any, record: Any, cubin: bytes, device: torch.device) -> None:
+        self.spec, self.device, self.sm_count = spec, device, 132
+        self.record = SimpleNamespace(params=spec.params)
+        self._kernel = StandInKernel(spec, ReferenceOps(TINY))
+
+    def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+        given.append(arguments)
+        self._kernel.launch(grid, **arguments)
+
+
+given: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    given.clear()
+    monkeypatch.setattr(remote, "Kernel", Answering)
+    monkeypatch.setattr(remote, "require_hopper", lambda: CPU)
+    monkeypatch.setattr(remote, "tensor_map_2d", lambda tensor, *_: tensor)
+    monkeypatch.setattr(remote, "tensor_map_column_groups", lambda tensor, *_: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.usefixtures("answering")
+def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(TINY, "bf16")
+    built: Any = {spec.name: (None, b"") for spec in plan.specs()}
+    launches: Counter[str] = Counter()
+    ops = remote.remote_library(TINY, plan, built, monkeypatch, lambda name: launches.update([name]))
+    lines = [line for line in cases.run_cases(cases.model_cases(ops), launches, 300) if "case" in line]
+    assert [line["failure"] for line in lines] == [None] * len(lines)
+    assert {name for line in lines for name in cast(dict[str, int], line["kernels"])} == {s.name for s in plan.specs()}
+
+
+@pytest.mark.usefixtures("answering")
+def test_a_launch_sees_exactly_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing behind an output, rows apart where they stood apart, and one copy of a tensor that is given twice."""
+    plan = make_plan(TINY, "bf16")
+    built: Any = {spec.name: (None, b"") for spec in plan.specs()}
+    ops = remote.remote_library(TINY, plan, built, monkeypatch, lambda _: None)
+    logits = torch.randn(3, 320)[:, :300]
+    assert ops.argmax(logits).tolist() == logits.argmax(1).tolist()
+    seen: Tensor = given[-1]["logits"]
+    assert (seen.stride(0), seen.untyped_storage().nbytes()) == (320, 4 * (2 * 320 + 300))
+    assert seen.data_ptr() != logits.data_ptr()
+    x, room = torch.zeros(2, TINY.heads.q_features).bfloat16(), torch.zeros(9, TINY.hidden_size).bfloat16()
+    weight = ops.pack("o", "prefill", torch.zeros(TINY.hidden_size, TINY.heads.q_features))
+    ops.o("prefill", x, weight, room[:2])
+    residual, out = given[-1]["residual"], given[-1]["out"]
+    assert residual.data_ptr() == out.data_ptr() != room.data_ptr()
+    assert out.untyped_storage().nbytes() == 2 * 2 * TINY.hidden_size
+
+
+# The planted kernels
+
+
+def test_every_tool_has_a_fault_that_it_must_find() -> None:
+    assert {fault.tool for fault in planted.FAULTS if fault.required} == set(runner.TOOLS)
+
+
+@pytest.mark.compile
+def test_planted_faults_survive_the_compiler() -> None:
+    settings = BuildSettings.from_environment()
+    records = build_kernels(planted.SPECS, settings=settings, render=planted.render)
+    code = {record.name.removeprefix("planted_"): count_instructions(record.cubin, settings) for record in records}
+
+    def count(fault: str, instruction: str) -> int:
+        return occurrences(code[fault], instruction)
+
+    assert count("shared_race", "STS") == count("shared_race", "LDS") == 1
+    assert count("shared_race", "BAR") == 0
+    assert count("divergent_barrier", "BAR") == 1
+    assert count("barrier_without_init", "SYNCS.ARRIVE") == 1
+    assert count("barrier_without_init", "SYNCS.EXCH") == 0
+    for fault in ("none", "copy_past_end", "unawaited_copy"):
+        assert count(fault, "UBLKCP") > 0
+        assert count(fault, "LDS") > 0

@@ -1,0 +1,194 @@
+"""Candidates checked and timed: on a stand-in library whose launches take the time that a test gives their schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.bench import graphs, llama
+from futransformer.bench.case import Ceilings, Contender, Regime
+from futransformer.bench.harness import Harness, Timing
+from futransformer.driver import Kernel
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import DeviceError
+from futransformer.generator.schedules import Place, shipped_table
+from futransformer.generator.specs import GemmSpec
+from futransformer.library import KernelLibrary
+from futransformer.reference import ReferenceOps
+from futransformer.tune import measure, sweep
+from tests.ops.stand_in import StandInKernel, stand_in_library
+
+TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
+CEILINGS = Ceilings(read_tbps=4.0, fp8_tflops=1600.0, bf16_tflops=800.0)
+NOW = 1e-3  # seconds of a launch of the incumbent
+
+
+class Clock:
+    """Device time passes with launches; ``timing``: they need not compute anything."""
+
+    def __init__(self) -> None:
+        self.time, self.timing = 0.0, False
+
+    def mark(self) -> float:
+        return self.time
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+    def idle(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class TellingHarness(Harness):
+    """Tells the clock when it is timing."""
+
+    clock: Clock
+
+    def measure(self, regime: Regime, contenders: Mapping[str, Contender], seconds: float) -> dict[str, Timing]:
+        self.clock.timing = True
+        try:
+            return super().measure(regime, contenders, seconds)
+        finally:
+            self.clock.timing = False
+
+
+class TimedKernel(StandInKernel):
+    """Computes what the reference does and takes ``seconds``; ``fault`` may spoil the result, or refuse the launch."""
+
+    def __init__(self, spec: GemmSpec, clock: Clock, seconds: float, fault: Callable[[Tensor], None] | None) -> None:
+        super().__init__(spec, ReferenceOps(TINY))
+        self.clock, self.seconds_a_launch, self.fault = clock, seconds, fault
+
+    def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+        self.clock.time += self.seconds_a_launch
+        if self.clock.timing:
+            return
+        super().launch(grid, **arguments)
+        if self.fault is not None:
+            self.fault(arguments["out"])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
+    def looped(calls: Sequence[Callable[[], object]], _: float) -> tuple[Callable[[], None], int]:
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run, len(calls)
+
+    monkeypatch.setattr(graphs, "captured", looped)
+    monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
+    monkeypatch.setattr(measure, "BUCKETS", {64: (3, 5), None: (9, 1024)})
+    monkeypatch.setattr("futransformer.bench.subjects.projection.shape_config", lambda _: TINY)
+    torch.manual_seed(0)
+    return stand_in_library(TINY, monkeypatch)
+
+
+@pytest.fixture
+def small_sweep() -> sweep.Sweep:
+    """Three candidates for down at few rows, and at any number."""
+    whole = sweep.make_sweep(TINY, "bf16", shipped_table(), ["down"], 4)
+    kept = {place: specs[:3] for place, specs in whole.candidates.items() if place.rows in (64, None)}
+    return sweep.Sweep(whole.config, whole.precision, whole.table, kept)
+
+
+def run(
+    small_sweep: sweep.Sweep,
+    library: KernelLibrary,
+    clock: Clock,
+    seconds: dict[str, float],
+    faults: Mapping[str, Callable[[Tensor], None]] | None = None,
+    budget: float = 1000,
+) -> measure.Outcome:
+    """Time the sweep; a launch takes ``seconds`` by the spec's name, else as long as the incumbent's."""
+
+    def load(spec: GemmSpec) -> Kernel:
+        kernel = TimedKernel(spec, clock, seconds.get(spec.name, NOW), (faults or {}).get(spec.name))
+        return cast(Kernel, kernel)
+
+    said: list[str] = []
+    return measure.run_sweep(
+        small_sweep, "tiny", library, load, TellingHarness(clock), CEILINGS, seconds=budget, say=said.append
+    )
+
+
+def place_of(small_sweep: sweep.Sweep, rows: int | None) -> tuple[Place, tuple[GemmSpec, ...]]:
+    return next(item for item in small_sweep.candidates.items() if item[0].rows == rows)
+
+
+@pytest.mark.parametrize("rows", [64, None])
+def test_the_fastest_wins_its_place_alone(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, rows: int | None
+) -> None:
+    place, specs = place_of(small_sweep, rows)
+    outcome = run(small_sweep, library, clock, {specs[0].name: 0.97 * NOW, specs[2].name: 0.9 * NOW})
+    assert outcome.changes()[place]["tile"] == specs[2].tile
+    result = next(result for result in outcome.results if result.place == place)
+    assert [spec for spec, _ in result.times] == [specs[2], specs[0], specs[1]]
+    assert [ratio for _, ratio in result.times] == pytest.approx([0.9, 0.97, 1.0])
+    assert result.winner == specs[2]
+    assert measure.describe(result).startswith(f"{place}: {measure.schedule_name(specs[2])} takes 0.900 of the time")
+
+
+def test_a_gain_within_the_noise_changes_nothing(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock
+) -> None:
+    _, specs = place_of(small_sweep, None)
+    outcome = run(small_sweep, library, clock, {specs[1].name: 0.995 * NOW})
+    assert outcome.changes() == {}
+    assert "; what is used now stays" in measure.describe(outcome.results[-1])
+
+
+def zero_a_row(out: Tensor) -> None:
+    out[-1] = 0
+
+
+def poison_one(out: Tensor) -> None:
+    out[0, 0] = torch.nan
+
+
+def refuse(_: Tensor) -> None:
+    raise DeviceError("CUDA driver: CUDA_ERROR_INVALID_VALUE: invalid argument")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(zero_a_row, "rows: error"), (poison_one, "error inf exceeds"), (refuse, "CUDA_ERROR_INVALID_VALUE")],
+)
+def test_what_is_wrong_is_never_timed_however_fast(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, fault: Callable[[Tensor], None], reason: str
+) -> None:
+    for rows in (64, None):
+        place, specs = place_of(small_sweep, rows)
+        outcome = run(small_sweep, library, clock, {specs[0].name: 0.1 * NOW}, {specs[0].name: fault})
+        result = next(result for result in outcome.results if result.place == place)
+        assert reason in result.refused[specs[0].name]
+        assert specs[0] not in [spec for spec, _ in result.times]
+        assert place not in outcome.changes()
+
+
+def test_places_without_time_are_left_out(small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock) -> None:
+    outcome = run(small_sweep, library, clock, {}, budget=0)
+    assert outcome.left_out == list(small_sweep.candidates)
+    assert outcome.results == []
+
+
+def test_an_incumbent_that_is_wrong_is_no_measure(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock
+) -> None:
+    place, _ = place_of(small_sweep, 64)
+    faults = {small_sweep.incumbent(place).name: zero_a_row}
+    outcome = run(small_sweep, library, clock, {}, faults)
+    result = next(result for result in outcome.results if result.place == place)
+    assert result.times == []
+    assert measure.describe(result) == f"{place}: no candidate could be timed"
