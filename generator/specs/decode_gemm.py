@@ -23,10 +23,11 @@ class DecodeGemmSpec(KernelSpec):
     """One decode GEMM for up to ``batch_tile`` sequences; ``n`` and ``k`` as in GemmSpec.
 
     A cluster of ``split_k`` blocks owns ``row_tiles`` tiles of 16 output columns, each block an equal slice of K. One
-    warp streams weights through a ring of ``stages`` stages of ``stage_k`` k, above eight sequences with the
-    activations beside them; ``warp_rows`` x ``warp_split`` more warps share a stage by row tiles and by k. The sums of
-    all warps and blocks are added in a fixed order. ``next_at`` says when the next kernel may start: at this one's
-    ``start``, at its ``end`` (with the last load), or with a ring of stages to go (``lead``).
+    warp streams weights through a ring of ``stages`` stages of ``stage_k`` k; ``warp_rows`` x ``warp_split`` more warps
+    share a stage by row tiles and by k. Each lane loads its activations ``x_ahead`` stages ahead; if that is 0, they
+    travel in the ring instead. The sums of all warps and blocks are added in a fixed order. ``next_at`` says when the
+    next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
+    (``lead``).
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -45,6 +46,7 @@ class DecodeGemmSpec(KernelSpec):
     stages: int
     stage_k: int
     heads: Heads | None = None
+    x_ahead: int = 0
     next_at: str = "end"
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.stage_k % step == 0, f"stage_k must be a multiple of {step}, one step of every warp")
         self.require(self.stage_k <= _MAX_BOX * _GROUP_K, f"stage_k must not exceed {_MAX_BOX * _GROUP_K}")
         self.require(self.stages >= 2, "a ring needs two stages")
+        self.require(self.x_ahead >= 0, "x_ahead is a number of stages, or 0 for x in the ring")
         self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
@@ -103,7 +106,7 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def x_in_ring(self) -> bool:
         """Whether x comes through a tensor map and the ring, not straight from memory to each lane."""
-        return self.batch_tile > 8
+        return self.x_ahead == 0
 
     @property
     def x_box(self) -> tuple[int, int, int]:
@@ -121,8 +124,8 @@ class DecodeGemmSpec(KernelSpec):
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
-            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_{self.next_at}"
-            f"_{'_'.join(self.epilogue)}"
+            f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
+            f"_{self.next_at}_{'_'.join(self.epilogue)}"
         )
 
     @property
@@ -142,17 +145,28 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the partial sums (four floats of padding a row); two barriers a stage."""
+        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; sums of a cluster."""
         weights = self.stage_k * self.block_rows * self.element.bits // 8
         ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16
+        return max(ring, partial) + self.stages * 16 + self.inbox_bytes
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Sums that the other blocks of a cluster send."""
+        return (self.split_k - 1) * self.batch_tile * self.block_rows // self.split_k * 4
 
     @property
     def blocks_per_sm(self) -> int:
         """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
-        activations = self.batch_tile // 8 * self.step_k // 8 if self.x_in_ring else 16
+        activations = (
+            self.batch_tile
+            // 8
+            * self.step_k
+            // 8
+            * max(1, self.x_ahead * self.stage_k // (self.warp_split * self.step_k))
+        )
         weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
@@ -160,7 +174,7 @@ class DecodeGemmSpec(KernelSpec):
             warps = -(-blocks * (self.warps + 1) // _SCHEDULERS)  # on the fullest scheduler
             return warps * registers <= _REGISTERS and self.shared_bytes <= shared_share(blocks)
 
-        return next((blocks for blocks in ((2,) if self.x_in_ring else (3, 2)) if fit(blocks)), 1)
+        return next((blocks for blocks in ((3, 2) if self.batch_tile == 8 else (2,)) if fit(blocks)), 1)
 
     @property
     def sumsq_parts(self) -> int:

@@ -1,5 +1,8 @@
 // The decode GEMM's own source in the emulator, against double precision: ring, slices of K, warps that share row tiles
 // and k, clusters that add one another's sums, short last stages, batches below the tile.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "cluster.cuh"
 #include "fragment.cuh"
 
@@ -42,18 +45,34 @@ struct StoreScaled {
 using futransformer::NextAt;
 static int failures = 0;
 
+// Memory behind which a read faults.
+struct Guarded {
+  size_t const page = sysconf(_SC_PAGESIZE), room;
+  char* const memory;
+
+  explicit Guarded(size_t bytes)
+      : room((bytes + page - 1) / page * page),
+        memory(static_cast<char*>(mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+    mprotect(memory + room, page, PROT_NONE);
+  }
+  ~Guarded() { munmap(memory, room + page); }
+  void* last(size_t bytes) const { return memory + room - bytes; }
+};
+
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
-          NextAt Next = NextAt::End>
+          int XAhead = 0, NextAt Next = NextAt::End>
 void check(int m) {
   using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, Next>;
+                                         Stages, StageK, XAhead, Next>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
   struct alignas(16) Chunk {
     uint16_t element[8];
   };
-  std::vector<Chunk> weight(N * K / 8), x(m * K / 8 + 1);
+  std::vector<Chunk> weight(N * K / 8);
+  Guarded const x_memory(size_t(m) * K * 2);
+  auto* const x = static_cast<Chunk*>(x_memory.last(size_t(m) * K * 2));
   std::vector<float> logical(N * K), scales(m), out(m * N, NAN), sums(m * kBlocks, NAN);
   for (int i = 0; i < N * K; ++i) {
     uint16_t const bits = to_bf16(normal(random));
@@ -68,7 +87,7 @@ void check(int m) {
   for (float& scale : scales) scale = normal(random);
 
   CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
-  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x.data());
+  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
   emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
 
@@ -102,7 +121,7 @@ void check(int m) {
 }
 
 int main() {
-  check<64, 576, 8, 1, 1, 8, 1, 2, 512>(3);      // a last stage that only some warps share
+  check<64, 576, 8, 1, 1, 8, 1, 2, 512, 2>(3);   // a last stage that only some warps share
   check<64, 512, 8, 2, 1, 4, 1, 3, 128>(8);      // one warp row, a ring that turns
   check<112, 256, 16, 7, 7, 1, 1, 3, 32>(9);     // warps that own a tile each; lanes that own no row
   check<96, 448, 32, 6, 3, 2, 1, 2, 64>(32);     // two tiles a warp, two splits
@@ -110,9 +129,12 @@ int main() {
   check<128, 704, 32, 4, 2, 2, 2, 4, 64>(17);    // a cluster of two whose slices end in short stages
   check<128, 512, 64, 8, 4, 1, 4, 5, 32>(64);    // more stages than a slice has
   check<64, 256, 8, 2, 1, 1, 2, 2, 64>(1);
-  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
-  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, NextAt::Start>(5);  // the last round of stages and the last stage both short
-  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
-  check<64, 256, 8, 1, 1, 8, 1, 2, 512>(6);                  // one stage, less than lanes ask for ahead
+  check<64, 4096, 8, 2, 1, 4, 1, 3, 128, 4, NextAt::Lead>(8);   // a ring that is passed many times, x four stages ahead
+  check<64, 2112, 8, 2, 1, 8, 1, 5, 256, 4, NextAt::Start>(5);  // the last round of stages and the last stage both short
+  check<64, 2048, 8, 4, 2, 4, 2, 3, 128, 2, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
+  check<128, 1408, 32, 4, 1, 4, 2, 5, 128, 3>(29);              // 32 sequences, x by lanes, a round that ends early
+  check<192, 1408, 32, 6, 2, 2, 2, 4, 128, 1, NextAt::Start>(32);  // six row tiles as they are planned
+  check<128, 2048, 16, 4, 1, 4, 4, 4, 128, 2, NextAt::Start>(11);  // a cluster of four whose slices fit the ring
+  check<64, 256, 8, 1, 1, 8, 1, 2, 512, 2>(6);                  // one stage, less than lanes ask for ahead
   return failures;
 }

@@ -114,6 +114,7 @@ struct Block {
   Index index, grid;
   Cluster* cluster;
   int rank;
+  bool started = false;
   std::vector<char> shared;  // dynamic shared memory while another block of the cluster runs
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Meeting> warps;
@@ -298,7 +299,7 @@ inline void enter() {
 
 inline void prepare(Block& prepared, int threads) {
   prepared.warps = std::vector<Meeting>(threads / 32);
-  prepared.shared = std::vector<char>(kSharedBytes, 0x7f);
+  prepared.shared = std::vector<char>(kSharedBytes);
   prepared.alive = threads;
   for (int thread = 0; thread < threads; ++thread) {
     auto fiber = std::make_unique<Fiber>();
@@ -314,6 +315,10 @@ inline void prepare(Block& prepared, int threads) {
 // Some turns of the warps and copies of a block; as far as it goes where it is alone.
 inline void run_turns(Block& running, int threads, int turns) {
   block = &running;
+  if (!running.started) {  // what others wrote before is lost
+    std::fill(running.shared.begin(), running.shared.end(), 0x7f);
+    running.started = true;
+  }
   std::memcpy(dynamic_shared, running.shared.data(), kSharedBytes);
   for (int turn = 0; running.alive > 0 && turn < turns; ++turn) {
     int const warp = random() % (threads / 32);

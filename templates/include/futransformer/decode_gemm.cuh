@@ -1,19 +1,19 @@
 // Decode GEMM: out = epilogue(x W^T) for at most BatchTile sequences. Bound by reading W once.
 //
-//   x       bf16 [m, K] row-major; above eight sequences read through a tensor map of [K / 32, m, 32], boxes of
+//   x       bf16 [m, K] row-major; with XAhead = 0 read through a tensor map of [K / 32, m, 32], boxes of
 //           [StageK / 32, BatchTile, 32]: rows from m on arrive as zeros
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
 // streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
 // WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
-// every WarpSplit-th step of a stage's k. The partial sums of warps and blocks meet in shared memory and are added in a
-// fixed order, block by block, warp by warp; each block of the cluster finishes its share of the columns. No result
-// depends on timing, nor on what the other sequences of the batch hold.
+// every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns: every
+// block adds the sums of its warps, and sends what others finish into their shared memory. All sums are added in a fixed
+// order. No result depends on timing, nor on what the other sequences of the batch hold.
 //
-// x comes in one of two ways. Up to eight sequences every lane loads its own share from L2, a few stages ahead: a warp
-// with all row tiles of the block to itself then needs each element once. With more sequences x travels in the ring,
-// beside the weights of the same k, so that any number of warps may share it.
+// x comes in one of two ways. Every lane loads its own share from L2, XAhead stages ahead: a warp with all row tiles of
+// the block to itself then needs each element once. Or, with XAhead = 0, x travels in the ring, beside the weights of
+// the same k, so that any number of warps may share it.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
@@ -39,7 +39,7 @@ namespace futransformer {
 enum class NextAt { Start, Lead, End };
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, NextAt Next>
+          int StageK, int XAhead, NextAt Next>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -63,10 +63,9 @@ struct DecodeGemm {
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
 
-  static constexpr bool kXInRing = BatchTile > kTileBatch;
+  static constexpr bool kXInRing = XAhead == 0;
   static constexpr int kXBytes = kXInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;  // of a stage
-  // Stages whose activations a lane asks for ahead of their weights: four loads.
-  static constexpr int kXAhead = kXInRing || kSteps > 4 ? 1 : 4 / kSteps;
+  static constexpr int kRound = kXInRing ? 1 : XAhead;  // stages whose activations a lane holds at a time
   using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
 
   // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
@@ -101,7 +100,7 @@ struct DecodeGemm {
   using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
 
   // One object lives in dynamic shared memory: the ring, later overlaid by the partial sums, and what stays.
-  struct Shared {
+  struct OneBlock {
     union {
       Stage ring[Stages];
       float partial[WarpSplit][BatchTile][kSumStride];
@@ -109,6 +108,11 @@ struct DecodeGemm {
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all consumer warps have read it
   };
+  // What the other blocks send, by rank (one's own left out). It may come while the ring is still being read.
+  struct OneOfCluster : OneBlock {
+    alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];
+  };
+  using Shared = std::conditional_t<Cluster == 1, OneBlock, OneOfCluster>;
   static constexpr int kSharedBytes = sizeof(Shared);
 
   // The stage at hand: its place in the ring, and the parity of how often the ring has been passed.
@@ -142,6 +146,7 @@ struct DecodeGemm {
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    if constexpr (Cluster > 1) arrive_at_cluster();  // this block has started: it may be sent sums
 
     // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
     constexpr int kWidth = Epilogue::kWidth;
@@ -167,17 +172,26 @@ struct DecodeGemm {
 
     __syncthreads();  // the ring has been read to its end: its memory is free
     if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
-    sync_cluster<Cluster>();
+    __syncthreads();
+    if constexpr (Cluster > 1) {
+      wait_for_cluster();
+      if (is_row) send<kWidth>(shared, row, vector);
+      arrive_at_cluster();
+      wait_for_cluster();
+    }
 
     while (is_row && vector < kVectors) {
       float values[kWidth];
       add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
+      if constexpr (Cluster > 1) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int other = 0; other < Cluster - 1; ++other) add(shared.inbox[other][row] + vector * kWidth, values);
+      }
       epilogue.apply(state, operands, row, column(vector), values);
       vector += kRowLanes;
       if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
-    if constexpr (Cluster > 1) sync_cluster<Cluster>();  // nobody reads this block's sums any more
   }
 
  private:
@@ -235,20 +249,20 @@ struct DecodeGemm {
                                       Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
-    Operand operands[kXAhead][kSteps];  // stage s lies in operands[s % kXAhead]
+    Operand operands[kRound][kSteps];  // stage s lies in operands[s % kRound]
     if constexpr (!kXInRing) {
       wait_for_previous_kernel();
       CUTLASS_PRAGMA_UNROLL
-      for (int stage = 0; stage < kXAhead; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
+      for (int stage = 0; stage < kRound; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
     }
     Cursor cursor;
     int read = 0;  // slot of the stage before
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = 0; first < kNumStages; first += kXAhead) {
+    for (int first = 0; first < kNumStages; first += kRound) {
       CUTLASS_PRAGMA_UNROLL
-      for (int turn = 0; turn < kXAhead; ++turn, cursor.advance()) {
+      for (int turn = 0; turn < kRound; ++turn, cursor.advance()) {
         int const stage = first + turn;
-        if (kNumStages % kXAhead != 0 && stage >= kNumStages) break;
+        if (kNumStages % kRound != 0 && stage >= kNumStages) break;
         wait(shared.full[cursor.slot], cursor.parity);
         // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
         // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
@@ -267,9 +281,9 @@ struct DecodeGemm {
             multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
-        if constexpr (!kXInRing) load_x(x, m, stage + kXAhead, split, lane, operands[turn]);
+        if constexpr (!kXInRing) load_x(x, m, stage + kRound, split, lane, operands[turn]);
       }
-      if (first == (kAhead - 1) / kXAhead * kXAhead) between();
+      if (first == (kAhead - 1) / kRound * kRound) between();
     }
   }
 
@@ -347,23 +361,47 @@ struct DecodeGemm {
     }
   }
 
-  // values = the complete sums of columns first .. first + Width - 1 of a row, added block by block, split by split.
+  // values = this block's sums of columns first .. first + Width - 1 of a row, added split by split.
   template <int Width>
   CUTLASS_DEVICE static void add_partials(Shared const& shared, int row, int first, float (&values)[Width]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] = 0.f;
-    // Not unrolled to the end: the loads of all partial sums at once would cost the registers of the whole kernel.
-#pragma unroll 2
-    for (int part = 0; part < Cluster * WarpSplit; ++part) {
-      float const* local = &shared.partial[part % WarpSplit][row][first];
-      float4 const* source = reinterpret_cast<float4 const*>(in_block<Cluster>(local, part / WarpSplit));
+    // 32 floats at once: the loads of all partial sums together would cost the registers of the whole kernel.
+    constexpr int kUnrolled = 32 / Width;
+#pragma unroll kUnrolled
+    for (int split = 0; split < WarpSplit; ++split) add(shared.partial[split][row] + first, values);
+  }
+
+  // values += Width neighbouring sums in shared memory.
+  template <int Width>
+  CUTLASS_DEVICE static void add(float const* sums, float (&values)[Width]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width / 4; ++i) {
+      float4 const four = reinterpret_cast<float4 const*>(sums)[i];
+      values[4 * i] += four.x;
+      values[4 * i + 1] += four.y;
+      values[4 * i + 2] += four.z;
+      values[4 * i + 3] += four.w;
+    }
+  }
+
+  // A lane's share of what a row has in the columns that other blocks finish: summed here, it travels once, and nobody
+  // waits for loads from another multiprocessor.
+  template <int Width>
+  CUTLASS_DEVICE static void send(Shared& shared, int row, int first) {
+    constexpr int kVectors = kOwnColumns / Width;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int vector = first; vector < (Cluster - 1) * kVectors; vector += kRowLanes) {
+      int const other = vector / kVectors;
+      int const to = other + (other >= rank());
+      int const column = vector % kVectors * Width;
+      float values[Width];
+      add_partials(shared, row, to * kOwnColumns + column, values);
+      float4* const inbox =
+          reinterpret_cast<float4*>(in_block(&shared.inbox[rank() - (rank() > to)][row][column], to));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Width / 4; ++i) {
-        float4 const four = source[i];
-        values[4 * i] += four.x;
-        values[4 * i + 1] += four.y;
-        values[4 * i + 2] += four.z;
-        values[4 * i + 3] += four.w;
+        inbox[i] = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
       }
     }
   }
