@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include <cutlass/arch/memory.h>
 #include <cutlass/cutlass.h>
 #include <cutlass/numeric_types.h>
 
@@ -38,7 +37,7 @@ CUTLASS_DEVICE uint4 pack_bf16x8(float const (&values)[8]) {
 
 // One instruction, said so: where only one branch of several stores, nvcc makes four of 4 bytes of a plain assignment.
 CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
-  cutlass::arch::global_store<uint4, sizeof(uint4)>(pack_bf16x8(values), target, true);
+  __stcg(reinterpret_cast<uint4*>(target), pack_bf16x8(values));
 }
 
 // 2^x in one special-function instruction; results below 2^-126 are zero, 2^-inf included.

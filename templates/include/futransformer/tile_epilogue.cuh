@@ -64,7 +64,8 @@ class TileEpilogue {
   // All lanes of the warp. `accumulators` [Atoms][Width / 8][2 rows][2 columns]; of one row alone where Halves is 1.
   template <class Accumulators>
   CUTLASS_DEVICE void finish(Accumulators const& accumulators) {
-    if constexpr (Epilogue::kQueryColumns > 0) {
+    // A path each where registers are left: beside 192 sums three paths would spill.
+    if constexpr (Epilogue::kQueryColumns > 0 && Registers > 0) {
       constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;
       int const first = first_column(0), end = first_column(kGroups);
       if (end <= kKeys) return walk<PartColumn<Part::kQuery>>(accumulators);
