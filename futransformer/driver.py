@@ -110,6 +110,9 @@ class Kernel:
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         kernel = check(driver.cuLibraryGetKernel(self._library, record.name.encode()))
         ordinal = check(driver.cuDeviceGet(device.index))
+        self._context = check(
+            driver.cuDevicePrimaryCtxRetain(ordinal)
+        )  # torch's; it keeps it as long as the process lives
         attribute = driver.CUfunction_attribute
         if record.shared_bytes:
             dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -154,4 +157,8 @@ class Kernel:
         config = self._dependent_config if overlaps else self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        check(self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0))
+        launched = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0)
+        if launched[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to the driver
+            check(self._driver.cuCtxSetCurrent(self._context))
+            launched = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0)
+        check(launched)

@@ -97,16 +97,49 @@ def test_a_launch_with_a_wrong_argument_reaches_no_driver() -> None:
         kernel.launch((1, 1, 1), **some_arguments(colour=3))
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_only_a_kernel_that_waits_for_its_predecessor_may_overlap_it(
-    monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
-    """Any other would read what its predecessor has yet to write."""
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """A driver whose calls succeed."""
     pytest.importorskip("cuda.bindings.driver")
     driver = MagicMock()
-    for name in ("LibraryLoadData", "LibraryGetKernel", "DeviceGet", "KernelSetAttribute", "KernelGetFunction"):
-        getattr(driver, f"cu{name}").return_value = (driver.CUresult.CUDA_SUCCESS, 1)
+    for name in (
+        "CtxSetCurrent",
+        "DeviceGet",
+        "DevicePrimaryCtxRetain",
+        "KernelGetFunction",
+        "KernelSetAttribute",
+        "LaunchKernelEx",
+        "LibraryGetKernel",
+        "LibraryLoadData",
+    ):
+        getattr(driver, f"cu{name}").return_value = (driver.CUresult.CUDA_SUCCESS, f"of {name}")
     driver.CUlaunchConfig.side_effect = driver.CUlaunchAttribute.side_effect = SimpleNamespace
+    monkeypatch.setattr("cuda.bindings.driver", driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    return driver
+
+
+def loaded_kernel(chain: LaunchChain | None = None, *, waits: bool = False) -> Kernel:
+    spec: Any = SimpleNamespace(dependent_launch=waits)
+    record: Any = SimpleNamespace(name="k", params=(), shared_bytes=0, threads=32, cluster=(1, 1, 1))
+    return Kernel(spec, record, b"", torch.device("cuda", 0), chain)
+
+
+def test_a_launch_from_a_thread_without_a_context_is_repeated_in_torchs(driver: MagicMock) -> None:
+    missing, success = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,), (driver.CUresult.CUDA_SUCCESS,)
+    driver.cuLaunchKernelEx.side_effect = [missing, success, success]
+    kernel = loaded_kernel()
+    kernel.launch((1, 1, 1))
+    driver.cuCtxSetCurrent.assert_called_once_with("of DevicePrimaryCtxRetain")
+    kernel.launch((1, 1, 1))
+    assert driver.cuLaunchKernelEx.call_count == 3
+    driver.cuCtxSetCurrent.assert_called_once()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_a_kernel_that_waits_for_its_predecessor_may_overlap_it(driver: MagicMock, waits: bool) -> None:
+    """Any other would read what its predecessor has yet to write."""
     launches: list[int] = []
 
     def launch(config: SimpleNamespace, *_: object) -> tuple[Any]:
@@ -114,13 +147,8 @@ def test_only_a_kernel_that_waits_for_its_predecessor_may_overlap_it(
         return (driver.CUresult.CUDA_SUCCESS,)
 
     driver.cuLaunchKernelEx.side_effect = launch
-    monkeypatch.setattr("cuda.bindings.driver", driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    spec: Any = SimpleNamespace(dependent_launch=waits)
-    record: Any = SimpleNamespace(name="k", params=(), shared_bytes=0, threads=32, cluster=(1, 1, 1))
     chain = LaunchChain()
-    kernel = Kernel(spec, record, b"", torch.device("cuda", 0), chain)
+    kernel = loaded_kernel(chain, waits=waits)
     with chain:
         for _ in range(3):
             kernel.launch((1, 1, 1))
