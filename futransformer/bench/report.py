@@ -182,7 +182,8 @@ def sanitize_table(content: dict[str, Any]) -> list[str]:
         planted = [row for row in content["planted"] if row["tool"] == tool and "required" in row]
         found = sum(row["errors"] + row["warnings"] > 0 for row in planted)
         lines.append(_line([tool, *map(str, total.values()), f"{found} of {len(planted)}"]))
-    said = [*content["messages"], *content["failures"], *content["left_out"]]
+    whole = [*content["messages"], *content["failures"], *content["left_out"]]
+    said = list(dict.fromkeys(line.partition("; ")[0] for line in whole))  # the rest of a message is its places
     lines += ([""] if said else []) + [f"- {line}" for line in said[:LINES_TOLD]]
     more = len(said) - LINES_TOLD
     return lines + ([f"- and {more} more, in sanitize.json"] if more > 0 else [])

@@ -79,7 +79,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
-    def looped(calls: Sequence[Callable[[], object]], _: float) -> tuple[Callable[[], None], int]:
+    def looped(calls: Sequence[Callable[[], object]], _: float, __: object) -> tuple[Callable[[], None], int]:
         def run() -> None:
             for call in calls:
                 call()
