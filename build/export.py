@@ -24,7 +24,7 @@ def export(manifest: ModelManifest, folder: Path) -> ModelManifest:
         records = []
         for record in manifest.kernels:
             path = folder / f"{file_stem(record.name)}-{record.cubin_sha256[:12]}.cubin"
-            _write_atomically(path, load_cubin(record))
+            write_atomically(path, load_cubin(record))
             records.append(replace(record, cubin=path))
         exported = replace(manifest, kernels=tuple(records))
         staged = folder / f".{FILE_NAME}.{os.getpid()}"
@@ -64,8 +64,9 @@ def _cubins(folder: Path) -> set[Path]:
         return set()
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    descriptor, staged = tempfile.mkstemp(prefix=".", suffix=".cubin", dir=path.parent)
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file in one step: whoever reads it meanwhile sees the old one or the new one."""
+    descriptor, staged = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -7,12 +7,10 @@ other specs, and so other names and sources: nothing built before is taken for i
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from futransformer.build.cache import storage_errors
-from futransformer.build.export import read_export
+from futransformer.build.export import read_export, write_atomically
 from futransformer.build.settings import BuildSettings
 from futransformer.card import Card, current_card
 from futransformer.generator.schedules import ScheduleTable, file_name, read_table, shipped_table
@@ -45,14 +43,7 @@ def recorded(table: ScheduleTable) -> ScheduleTable | None:
 
 
 def write_table(table: ScheduleTable, path: Path) -> None:
-    """Write a table in one step: whoever reads it meanwhile sees the old one or the new one."""
+    """Write a table in one step; its folder is made when there is none."""
     with storage_errors("the table's folder", path.parent, "choose another with --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, staged = tempfile.mkstemp(prefix=".", suffix=".json", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(table.text())
-            Path(staged).chmod(0o644)
-            Path(staged).replace(path)
-        finally:
-            Path(staged).unlink(missing_ok=True)
+        write_atomically(path, table.text().encode())

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from .precision import Precision
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
-from .schedules import ScheduleTable, shipped_table
+from .schedules import ScheduleTable, deepest, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
-from .specs.base import MAX_SHARED_BYTES, shared_share
+from .specs.base import shared_share
 from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
@@ -28,9 +28,6 @@ FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone 
 FEW_STAGES = 4
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
-
-# Shared memory that a GEMM's ring leaves free: barriers, and alignment of the driver's own.
-_RING_BYTES = MAX_SHARED_BYTES - 1024
 
 
 def padded_vocab(vocab_size: int) -> int:
@@ -63,24 +60,6 @@ def gemm_specs(
     return {64: small, 256: medium, MAX_ROWS: large}
 
 
-def _schedule(
-    precision: Precision, tile: Tile, cluster: tuple[int, int, int], schedule: str = "cooperative"
-) -> _Schedule:
-    """Give a tile as many stages as fit; eight (cluster) tiles along M in flight balance both operands' L2 traffic."""
-    bits = precision.prefill.bits
-    exchange = tile.m * tile.n * 2 if cluster[2] == 2 else 0
-    stages = (_RING_BYTES - exchange) // ((tile.m + tile.n) * tile.k * bits // 8 + 16)
-    return _Schedule(
-        tile=tile,
-        cluster_m=cluster[0],
-        cluster_n=cluster[1],
-        splits=cluster[2],
-        stages=min(stages, 12),
-        schedule=schedule,
-        raster=8,
-    )
-
-
 def _few_rows(
     op: str, n: int, k: int, precision: Precision, multiprocessors: int, tiles_m: int, tile_m: int
 ) -> _Schedule:
@@ -99,7 +78,7 @@ def _few_rows(
         return -(-blocks // multiprocessors) * block, splits, -width
 
     width, splits = min(((w, s) for w in range(group, 257, group) for s in (1, 2)), key=clocks)
-    return _schedule(precision, Tile(tile_m, width, 64), (1, 1, splits))
+    return deepest(precision.prefill, Tile(tile_m, width, 64), (1, 1, splits), "cooperative")
 
 
 def _small(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
@@ -121,7 +100,8 @@ def _large(op: str, n: int, k: int, precision: Precision, multiprocessors: int) 
     widths = (256, 192, 128, 64) if op == "gate_up" else (256, 192, 160, 128, 96, 64)
     width = min(widths, key=lambda width: (-(-n // width) * (width + 32), -width))  # + 32: a tile's fixed cost
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
-    return _schedule(precision, Tile(128, width, 64), (cluster_m, 1, 1), "cooperative" if width == 256 else "pingpong")
+    schedule = "cooperative" if width == 256 else "pingpong"
+    return deepest(precision.prefill, Tile(128, width, 64), (cluster_m, 1, 1), schedule)
 
 
 def decode_gemm_spec(

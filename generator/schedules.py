@@ -24,10 +24,14 @@ from .errors import ConfigError, UnsupportedError
 from .json_reader import JsonReader, read_json
 from .precision import PRECISIONS, Element
 from .specs import GemmSpec, Heads, Tile
-from .specs.base import EPILOGUES
+from .specs.base import EPILOGUES, MAX_SHARED_BYTES
 
 SHIPPED = Path(__file__).parent / "gemm_table.json"
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; launches read the card's own number
+
+_MOST_STAGES = 12
+_RASTER = 8  # (cluster) tiles along M in flight: both operands then come about as often from L2
+_DRIVERS_BYTES = 1024  # of shared memory that is left free: alignment
 
 _ELEMENTS: dict[str, Element] = {row.prefill.name: row.prefill for row in PRECISIONS.values()}
 
@@ -114,6 +118,21 @@ def row_of(place: Place, schedule: Schedule) -> dict[str, Any]:
         "schedule": schedule["schedule"],
         "raster": schedule["raster"],
     }
+
+
+def deepest(element: Element, tile: Tile, cluster: tuple[int, int, int], schedule: str) -> Schedule:
+    """A tile and cluster with as many stages as fit into shared memory; the cluster's third number splits K."""
+    stage = (tile.m + tile.n) * tile.k * element.bits // 8 + 16
+    exchange = tile.m * tile.n * 2 + 16 if cluster[2] == 2 else 0
+    return Schedule(
+        tile=tile,
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        splits=cluster[2],
+        stages=min((MAX_SHARED_BYTES - _DRIVERS_BYTES - exchange) // stage, _MOST_STAGES),
+        schedule=schedule,
+        raster=_RASTER,
+    )
 
 
 def schedule_of(spec: GemmSpec) -> Schedule:

@@ -8,11 +8,13 @@ card needs. It knows nothing of clocks and power, so the best few are timed: `fu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 
 from .errors import UnsupportedError
 from .precision import Element
+from .schedules import deepest
 from .specs import GemmSpec, Heads, Tile
-from .specs.base import MAX_SHARED_BYTES
 from .specs.gemm import SCHEDULES
 
 BUCKETS: dict[
@@ -26,9 +28,7 @@ BUCKETS: dict[
 _TILE_ROWS = (64, 128, 192, 256)
 _TILE_COLUMNS = range(32, 257, 32)
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))
-_MOST_STAGES = 12
-_DRIVERS_BYTES = 1024  # of shared memory that is left free: alignment
-_RASTER = 8  # (cluster) tiles along M in flight: both operands then come about as often from L2
+_FEWEST_STAGES = 3  # which a deep K needs
 
 # Clocks of one multiprocessor: dense BF16 multiply-adds, bytes into shared memory, and what a tile's end takes where
 # nothing hides it (two pingpong warpgroups hide each other's) or where two blocks exchange the halves of a split K.
@@ -66,38 +66,10 @@ def clocks(spec: GemmSpec, rows: int, multiprocessors: int) -> float:
 
 def _legal(op: str, element: Element, n: int, k: int, heads: Heads | None) -> Iterator[GemmSpec]:
     """Every schedule that a spec takes, each with as many stages as fit; none whose tile is mostly outside N."""
-    for schedule in SCHEDULES:
-        for cluster in _CLUSTERS:
-            for tile_m in _TILE_ROWS:
-                for tile_n in _TILE_COLUMNS:
-                    if tile_n >= 2 * max(n, 32):
-                        continue
-                    spec = _deepest(op, element, n, k, heads, Tile(tile_m, tile_n, 64), cluster, schedule)
-                    if spec is not None:
-                        yield spec
-
-
-def _deepest(
-    op: str,
-    element: Element,
-    n: int,
-    k: int,
-    heads: Heads | None,
-    tile: Tile,
-    cluster: tuple[int, int, int],
-    schedule: str,
-) -> GemmSpec | None:
-    """The schedule with the most stages; None where no spec takes it with three, which a deep K needs."""
-
-    def with_stages(stages: int) -> GemmSpec | None:
-        try:
-            return GemmSpec(op, element, n, k, tile, *cluster, stages, schedule, _RASTER, heads)
-        except UnsupportedError:
-            return None
-
-    fewest = with_stages(3)
-    if fewest is None:
-        return None
-    a_stage = (tile.m + tile.n) * tile.k * element.bits // 8 + 16
-    room = (MAX_SHARED_BYTES - _DRIVERS_BYTES - fewest.shared_bytes) // a_stage
-    return with_stages(min(3 + max(room, 0), _MOST_STAGES))
+    for schedule, cluster, tile_m, tile_n in product(SCHEDULES, _CLUSTERS, _TILE_ROWS, _TILE_COLUMNS):
+        if tile_n >= 2 * max(n, 32):
+            continue
+        choice = deepest(element, Tile(tile_m, tile_n, 64), cluster, schedule)
+        if choice["stages"] >= _FEWEST_STAGES:
+            with suppress(UnsupportedError):
+                yield GemmSpec(op, element, n, k, **choice, heads=heads)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from futransformer.build.cache import storage_errors
 from futransformer.build.compile import BuildEvent, build_kernels
-from futransformer.build.export import export, read_export
+from futransformer.build.export import export, read_export, write_atomically
 from futransformer.build.machine import default_jobs
 from futransformer.build.manifest import KernelRecord, ModelManifest
 from futransformer.build.settings import BuildSettings
@@ -126,7 +126,7 @@ def export_sweep(sweep: Sweep, records: Sequence[KernelRecord], folder: Path) ->
     rows = [row_of(place, schedule_of(spec)) for place, specs in sweep.candidates.items() for spec in specs]
     content = {"config": sweep.config.name, "precision": sweep.precision.name, "rows": rows}
     with storage_errors("the output folder", folder, "choose another with --build-only"):
-        (folder / CANDIDATES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_atomically(folder / CANDIDATES, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def load_sweep(folder: Path, config: LlamaConfig, precision: str) -> Sweep:
