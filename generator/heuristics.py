@@ -149,7 +149,8 @@ def decode_gemm_spec(
 
 def _half(batch_tile: int, row_tiles: int, split_k: int) -> int:
     """Half a multiprocessor's shared memory, less the sums that the blocks of a cluster send one another."""
-    return shared_share(2) - (split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4
+    inbox = (split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4 + 16
+    return shared_share(2) - inbox * (split_k > 1)
 
 
 def _clustered(

@@ -153,8 +153,9 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def inbox_bytes(self) -> int:
-        """Sums that the other blocks of a cluster send."""
-        return (self.split_k - 1) * self.batch_tile * self.block_rows // self.split_k * 4
+        """Sums that the other blocks of a cluster send, and their barrier, to a multiple of 16 bytes."""
+        sums = (self.split_k - 1) * self.batch_tile * self.block_rows // self.split_k * 4
+        return sums + 16 * (self.split_k > 1)
 
     @property
     def blocks_per_sm(self) -> int:

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "cluster.cuh"
 #include "fragment.cuh"
 
 #include "decode_gemm.cuh"

@@ -289,6 +289,26 @@ inline void copy_bytes(void* target, void const* source, int bytes, Barrier* bar
   });
 }
 
+// Four floats into the shared memory of another block of the cluster, counted by its barrier.
+inline void store_in_block(float4 const& value, float* target, Barrier* const& arrived, int rank) {
+  auto& blocks = block->cluster->blocks;
+  expect(rank >= 0 && rank < int(blocks.size()) && rank != block->rank, "no other block of the cluster");
+  Block& other = *blocks[rank];
+  expect(other.started, "a store into a block that has not started");
+  expect(other.alive > 0, "a store into a block that has ended");
+  auto const offset = [](void const* local) {
+    long const bytes = static_cast<char const*>(local) - dynamic_shared;
+    expect(bytes >= 0 && bytes < kSharedBytes && bytes % 8 == 0, "no aligned address of shared memory");
+    return bytes;
+  };
+  long const to = offset(target), of_barrier = offset(&arrived);
+  expect(to % 16 == 0, "a misaligned store of 16 bytes");
+  other.copies.push_back([=] {  // while that block runs
+    std::memcpy(dynamic_shared + to, &value, 16);
+    (*reinterpret_cast<Barrier**>(dynamic_shared + of_barrier))->deliver(16);
+  });
+}
+
 inline void enter() {
   kernel();
   current->done = true;
@@ -336,7 +356,6 @@ inline void run_turns(Block& running, int threads, int turns) {
   std::memcpy(running.shared.data(), dynamic_shared, kSharedBytes);
   if (running.alive > 0) return;
   expect(running.copies.empty(), "a block ended before its copies arrived");
-  std::fill(running.shared.begin(), running.shared.end(), 0x7f);  // what others read of an ended block is NaN
 }
 
 inline void run_cluster(Cluster& cluster, int threads) {
@@ -390,30 +409,6 @@ inline void __syncthreads() {
       emulator::yield();
     }
   }
-}
-
-inline void __cluster_barrier_arrive() {
-  auto* const cluster = emulator::block->cluster;
-  if (++cluster->at_barrier == cluster->alive) {
-    cluster->at_barrier = 0;
-    ++cluster->barrier_round;
-  }
-}
-
-// Every thread waits once for each of its arrivals.
-inline void __cluster_barrier_wait() {
-  auto* const cluster = emulator::block->cluster;
-  unsigned const round = ++emulator::current->cluster_rounds;
-  while (cluster->barrier_round < round) emulator::yield();
-}
-
-inline void* __cluster_map_shared_rank(void const* local, unsigned rank) {
-  auto* const block = emulator::block;
-  emulator::expect(rank < block->cluster->blocks.size(), "a rank outside of the cluster");
-  long const offset = static_cast<char const*>(local) - emulator::dynamic_shared;
-  emulator::expect(offset >= 0 && offset < emulator::kSharedBytes, "no address of shared memory");
-  char* const base = int(rank) == block->rank ? emulator::dynamic_shared : block->cluster->blocks[rank]->shared.data();
-  return base + offset;
 }
 
 template <class T>
@@ -532,6 +527,23 @@ inline float exp2_flush(float x) {
   return power < 0x1p-126f ? 0.f : power;
 }
 inline int arrive(int* counter) { return (*counter)++; }
+inline void arrive_at_cluster() {
+  auto* const cluster = emulator::block->cluster;
+  if (++cluster->at_barrier == cluster->alive) {
+    cluster->at_barrier = 0;
+    ++cluster->barrier_round;
+  }
+}
+// Every thread waits once for each of its arrivals.
+inline void wait_for_cluster() {
+  auto* const cluster = emulator::block->cluster;
+  unsigned const round = ++emulator::current->cluster_rounds;
+  while (cluster->barrier_round < round) emulator::yield();
+}
+inline void store_in_block(float4 const& value, float* target,
+                           cutlass::arch::ClusterTransactionBarrier const& arrived, int rank) {
+  emulator::store_in_block(value, target, arrived.state, rank);
+}
 inline void wait_for_previous_kernel() {}  // a launch has no predecessor here
 inline void allow_next_kernel() {}
 inline void load_bulk_once(void* target, void const* source, int bytes,

@@ -111,6 +111,7 @@ struct DecodeGemm {
   // What the other blocks send, by rank (one's own left out). It may come while the ring is still being read.
   struct OneOfCluster : OneBlock {
     alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];
+    alignas(16) Barrier arrived;  // the others' sums are all there
   };
   using Shared = std::conditional_t<Cluster == 1, OneBlock, OneOfCluster>;
   static constexpr int kSharedBytes = sizeof(Shared);
@@ -142,6 +143,10 @@ struct DecodeGemm {
       for (int slot = 0; slot < Stages; ++slot) {
         shared.full[slot].init(1);
         shared.empty[slot].init(kConsumers);
+      }
+      if constexpr (Cluster > 1) {
+        shared.arrived.init(1);
+        shared.arrived.arrive_and_expect_tx((Cluster - 1) * m * kOwnColumns * int(sizeof(float)));
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -176,8 +181,7 @@ struct DecodeGemm {
     if constexpr (Cluster > 1) {
       wait_for_cluster();
       if (is_row) send<kWidth>(shared, row, vector);
-      arrive_at_cluster();
-      wait_for_cluster();
+      wait(shared.arrived, 0);
     }
 
     while (is_row && vector < kVectors) {
@@ -397,11 +401,11 @@ struct DecodeGemm {
       int const column = vector % kVectors * Width;
       float values[Width];
       add_partials(shared, row, to * kOwnColumns + column, values);
-      float4* const inbox =
-          reinterpret_cast<float4*>(in_block(&shared.inbox[rank() - (rank() > to)][row][column], to));
+      float* const inbox = &shared.inbox[rank() - (rank() > to)][row][column];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Width / 4; ++i) {
-        inbox[i] = make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+      for (int i = 0; i < Width; i += 4) {
+        float4 const four = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+        store_in_block(four, inbox + i, shared.arrived, to);
       }
     }
   }
