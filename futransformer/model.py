@@ -315,7 +315,9 @@ class Llama:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         checked = self._check_prompts(prompts)
-        ends = frozenset(self.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        ends = frozenset(
+            self.config.eos_token_ids if eos_token_ids is None else self._token_ids("eos_token_ids", eos_token_ids)
+        )
         generated: list[list[int]] = [[] for _ in checked]
         active = list(range(len(checked)))
         self.start(len(checked))
