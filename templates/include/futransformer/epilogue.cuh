@@ -11,10 +11,9 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
-// chain.begin<Lanes>(r, valid) and chain.apply(row, r, column, values), which do both. `valid` is false for rows past
-// the end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
-// on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
-// still running when this one started.
+// chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
+// or written for them. Sums are taken in a fixed order, so results do not depend on timing. Only the RoPE table is read
+// through the non-coherent cache: all else may come from a kernel that was still running when this one started.
 #pragma once
 
 #include "numeric.cuh"
@@ -426,10 +425,6 @@ struct Chain<First, Rest...> {
       first.apply(state.first, operands.first, row, column, values);
       rest.apply(state.rest, operands.rest, row, column, values);
     }
-  }
-  template <int Width>
-  CUTLASS_DEVICE void apply(Row& state, int row, int column, float (&values)[Width]) const {
-    apply(state, load(state, row, column), row, column, values);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {
