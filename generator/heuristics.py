@@ -9,7 +9,7 @@ from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .schedules import ScheduleTable, deepest, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
-from .specs.base import shared_share
+from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
@@ -23,7 +23,8 @@ MIN_STAGES = 3  # one being read, two on their way
 MAX_STAGES = 8
 MAX_STAGE_K = 512
 COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 KB 64.1 us, 4 KB 57.6, 8 KB 57.8)
-LANE_AHEAD_K = 64  # k of a warp whose x its lanes load ahead: at 32 sequences in 32 registers
+LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
+BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
@@ -129,7 +130,9 @@ def decode_gemm_spec(
         warp_rows = 1
     warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
     warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
-    half = _half(batch_tile, row_tiles, split_k)
+    half = shared_share(2) - _inbox(batch_tile, row_tiles, split_k)
+    # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
+    waves = n // (ROW_TILE * row_tiles) * split_k > _MULTIPROCESSORS
     stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits, half)
     return DecodeGemmSpec(
         op,
@@ -144,13 +147,14 @@ def decode_gemm_spec(
         stages,
         stage_k,
         heads,
+        next_at="lead" if waves else "end",
+        rotate=waves,
     )
 
 
-def _half(batch_tile: int, row_tiles: int, split_k: int) -> int:
-    """Half a multiprocessor's shared memory, less the sums that the blocks of a cluster send one another."""
-    inbox = (split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4 + 16
-    return shared_share(2) - inbox * (split_k > 1)
+def _inbox(batch_tile: int, row_tiles: int, split_k: int) -> int:
+    """Bytes of the sums that the blocks of a cluster send one another, and of their barrier."""
+    return ((split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4 + 16) * (split_k > 1)
 
 
 def _clustered(
@@ -159,17 +163,20 @@ def _clustered(
     """A cluster, for 9 to 32 sequences: x by lanes.
 
     Four warps of three or four row tiles, which have the registers for it, load their own x, and the ring holds weights
-    alone: 96 KB of them, with x among them 64, are loaded before the previous kernel is done. All blocks run at once,
-    so the next kernel starts with this one. 8B at 32 sequences, a layer: 155.4 us, with x in the ring and eight warps
-    159.8; it is the overlap that is better, alone only down gains (32.1 us and 33.0). Where N is large x by lanes costs
-    more than it saves (gate_up 62.5 us, in the ring 60.3). Up to 16 sequences by analogy: 8 and 32 gain from it.
+    alone, which are there before the previous kernel is done. All blocks run at once, so the next kernel starts with
+    this one; after qkv comes attention, whose blocks would take the places of the last, and it waits until a ring is
+    left to load (8B at 32 sequences, a layer: 1 us). Where there is a multiprocessor for every block, a ring of more than
+    half of one keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for seven
+    stages in down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the ring 60.3). Up to
+    16 sequences by analogy: 8 and 32 gain from it.
     """
     bits = precision.decode.bits
     warp_rows = -(-row_tiles // 4)
     warp_split = 4 // warp_rows
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
-    x_ahead = max(1, LANE_AHEAD_K * warp_split // stage_k)
-    fit = _half(batch_tile, row_tiles, split_k) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
+    alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
+    room = SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - BESIDE_BYTES if alone else shared_share(2)
+    fit = (room - _inbox(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
     stages = max(2, min(fit, -(-k // (split_k * stage_k))))
     return DecodeGemmSpec(
         op,
@@ -184,8 +191,8 @@ def _clustered(
         stages,
         stage_k,
         heads,
-        x_ahead,
-        next_at="start",
+        LANES_AHEAD,
+        next_at="lead" if op == "qkv" else "start",
     )
 
 
@@ -204,8 +211,11 @@ def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> 
     stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * precision.decode.bits)
     stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
     x_ahead = max(1, 1024 // stage_k)  # four loads a lane in BF16
-    next_at = "start" if tiles // row_tiles <= FEW_BLOCKS else "lead"
-    return DecodeGemmSpec(op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at)
+    waves = tiles // row_tiles > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
+    next_at = "lead" if waves else "start"
+    return DecodeGemmSpec(
+        op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at, rotate=waves
+    )
 
 
 def _wide(tiles: int, batch_tile: int) -> int | None:

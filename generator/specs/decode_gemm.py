@@ -27,7 +27,7 @@ class DecodeGemmSpec(KernelSpec):
     share a stage by row tiles and by k. Each lane loads its activations ``x_ahead`` stages ahead; if that is 0, they
     travel in the ring instead. The sums of all warps and blocks are added in a fixed order. ``next_at`` says when the
     next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
-    (``lead``).
+    (``lead``). With ``rotate`` clusters begin at different stages of k and walk around.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -48,6 +48,7 @@ class DecodeGemmSpec(KernelSpec):
     heads: Heads | None = None
     x_ahead: int = 0
     next_at: str = "end"
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
@@ -125,7 +126,7 @@ class DecodeGemmSpec(KernelSpec):
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
-            f"_{self.next_at}_{'_'.join(self.epilogue)}"
+            f"_{self.next_at}{'_rotate' * self.rotate}_{'_'.join(self.epilogue)}"
         )
 
     @property

@@ -59,10 +59,10 @@ struct Guarded {
 };
 
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
-          int XAhead = 0, NextAt Next = NextAt::End>
+          int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
 void check(int m) {
   using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, XAhead, Next>;
+                                         Stages, StageK, XAhead, Next, Rotate>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
@@ -135,5 +135,7 @@ int main() {
   check<192, 1408, 32, 6, 2, 2, 2, 4, 128, 1, NextAt::Start>(32);  // six row tiles as they are planned
   check<128, 2048, 16, 4, 1, 4, 4, 4, 128, 2, NextAt::Start>(11);  // a cluster of four whose slices fit the ring
   check<64, 256, 8, 1, 1, 8, 1, 2, 512, 2>(6);                  // one stage, less than lanes ask for ahead
+  check<256, 704, 32, 4, 2, 2, 2, 4, 64, 0, NextAt::Lead, true>(17);  // walks of k from different stages, with a short one
+  check<128, 1472, 8, 1, 1, 4, 1, 3, 128, 4, NextAt::Lead, true>(5);  // the same with x by lanes
   return failures;
 }

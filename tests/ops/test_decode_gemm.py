@@ -325,17 +325,17 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("op", "schedule"),
     [
-        ("qkv", (6, 128, 2, 2, 2, 4, 1, "start")),
-        ("o", (4, 128, 1, 4, 2, 6, 2, "start")),
-        ("gate_up", (7, 128, 7, 1, 1, 3, 0, "end")),
-        ("down", (4, 128, 1, 4, 2, 6, 2, "start")),
+        ("qkv", (6, 128, 2, 2, 2, 4, 2, "lead", False)),
+        ("o", (4, 128, 1, 4, 2, 7, 2, "start", False)),
+        ("gate_up", (7, 128, 7, 1, 1, 3, 0, "lead", True)),
+        ("down", (4, 128, 1, 4, 2, 7, 2, "start", False)),
     ],
 )
 def test_the_fastest_layer_measured_is_planned(op: str, schedule: tuple[int | str, ...]) -> None:
-    """8B at 32 sequences, 155.4 us: the rule gives what won."""
+    """8B at 32 sequences, 147 us: the rule gives what won."""
     spec = make_plan(load_config("llama-3.1-8b"), "bf16").decode[op][32]
     rows = spec.row_tiles, spec.stage_k, spec.warp_rows, spec.warp_split
-    assert (*rows, spec.split_k, spec.stages, spec.x_ahead, spec.next_at) == schedule
+    assert (*rows, spec.split_k, spec.stages, spec.x_ahead, spec.next_at, spec.rotate) == schedule
 
 
 @pytest.mark.parametrize("model", CONFIGS)
@@ -343,9 +343,10 @@ def test_clusters_up_to_32_sequences_read_x_by_lanes(model: str) -> None:
     for by_batch in make_plan(load_config(model), "bf16").decode.values():
         for batch, spec in by_batch.items():
             if batch > 8:
-                assert (spec.x_ahead > 0) == (spec.next_at == "start") == (batch <= 32 and spec.split_k > 1), spec.name
+                assert (spec.x_ahead > 0) == (batch <= 32 and spec.split_k > 1), spec.name
             if spec.next_at == "start":
                 assert spec.blocks <= spec.blocks_per_sm * MULTIPROCESSORS, f"{spec.name}: not all blocks run at once"
+            assert not spec.rotate or spec.next_at == "lead", f"{spec.name}: x is spread where blocks come in waves"
 
 
 @pytest.mark.parametrize(
@@ -395,4 +396,4 @@ def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment").count("allowed error\n") == 15
+    assert emulate("decode_gemm", "fragment").count("allowed error\n") == 17

@@ -15,6 +15,10 @@
 // the block to itself then needs each element once. Or, with XAhead = 0, x travels in the ring, beside the weights of
 // the same k, so that any number of warps may share it.
 //
+// Every block of a stage of k reads the same lines of x, which few slices of L2 hold. With Rotate, clusters begin at
+// different stages and walk around: where blocks come in waves, and many read x at the same time, that is faster. The
+// order of a column's sums is then its block's, and still fixed.
+//
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
 // The element type of the weights enters through WeightFragment alone.
 #pragma once
@@ -39,7 +43,7 @@ namespace futransformer {
 enum class NextAt { Start, Lead, End };
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, int XAhead, NextAt Next>
+          int StageK, int XAhead, NextAt Next, bool Rotate>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -201,19 +205,27 @@ struct DecodeGemm {
  private:
   CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
 
+  // The k stage that comes first, and where the walk's `stage` lies on K.
+  CUTLASS_DEVICE static int first_stage() { return Rotate ? int(blockIdx.x) / Cluster % kNumStages : 0; }
+  CUTLASS_DEVICE static int place(int stage, int turned) {
+    int const at = stage + turned;
+    return Rotate && at >= kNumStages ? at - kNumStages : at;
+  }
+
   // One thread: the block's slice of its row tiles, and of x if it goes this way, at most Stages ahead of the consumers.
   CUTLASS_DEVICE static void stream(Shared& shared, X x, unsigned char const* weight) {
     if constexpr (kXInRing) cute::prefetch_tma_descriptor(x);
     if constexpr (Next == NextAt::Start) allow_next_kernel();
     unsigned char const* tiles =
         weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
+    int const turned = first_stage();
     // Nothing is unrolled: code that runs once is fetched once, and slowly.
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, stage, tiles);
+    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, place(stage, turned), tiles);
     wait_for_previous_kernel();
     if constexpr (kXInRing) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, stage, x);
+      for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, place(stage, turned), x);
     }
     constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
     Cursor cursor;
@@ -221,8 +233,8 @@ struct DecodeGemm {
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
       if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
       wait(shared.empty[cursor.slot], cursor.parity);
-      load_weights(shared, cursor.slot, stage, tiles);
-      if constexpr (kXInRing) load_x(shared, cursor.slot, stage, x);
+      load_weights(shared, cursor.slot, place(stage, turned), tiles);
+      if constexpr (kXInRing) load_x(shared, cursor.slot, place(stage, turned), x);
     }
     if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
   }
@@ -253,11 +265,12 @@ struct DecodeGemm {
                                       Between const& between) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
+    int const turned = first_stage();
     Operand operands[kRound][kSteps];  // stage s lies in operands[s % kRound]
     if constexpr (!kXInRing) {
       wait_for_previous_kernel();
       CUTLASS_PRAGMA_UNROLL
-      for (int stage = 0; stage < kRound; ++stage) load_x(x, m, stage, split, lane, operands[stage]);
+      for (int stage = 0; stage < kRound; ++stage) load_x(x, m, stage, turned, split, lane, operands[stage]);
     }
     Cursor cursor;
     int read = 0;  // slot of the stage before
@@ -280,12 +293,12 @@ struct DecodeGemm {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSteps; ++i) {
           int const step = i * WarpSplit + split;
-          if (inside(stage * StageK + step * kStepK)) {
+          if (inside(place(stage, turned) * StageK + step * kStepK)) {
             if constexpr (kXInRing) read_x(shared.ring[cursor.slot], step, lane, operands[turn][i]);
             multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
-        if constexpr (!kXInRing) load_x(x, m, stage + kRound, split, lane, operands[turn]);
+        if constexpr (!kXInRing) load_x(x, m, stage + kRound, turned, split, lane, operands[turn]);
       }
       if (first == (kAhead - 1) / kRound * kRound) between();
     }
@@ -303,18 +316,19 @@ struct DecodeGemm {
   }
 
   // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
-  CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int split, int lane, Operand (&steps)[kSteps]) {
+  CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int turned, int split, int lane,
+                                    Operand (&steps)[kSteps]) {
     bf16 const* const slice = x + rank() * kSliceK + ActivationFragment::k(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
-      int const k = stage * StageK + (i * WarpSplit + split) * kStepK;
+      int const k = place(stage, turned) * StageK + (i * WarpSplit + split) * kStepK;
       CUTLASS_PRAGMA_UNROLL
       for (int group = 0; group < kStepGroups; ++group) {
         CUTLASS_PRAGMA_UNROLL
         for (int batch = 0; batch < kBatchTiles; ++batch) {
           int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
           Words words = {};
-          if (k < kSliceK && row < m) {
+          if (stage < kNumStages && k < kSliceK && row < m) {
             words = *reinterpret_cast<Words const*>(slice + size_t(row) * K + k + group * kGroupK);
           }
           steps[i][group][batch] = words;
