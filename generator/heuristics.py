@@ -165,10 +165,10 @@ def _clustered(
     Four warps of three or four row tiles, which have the registers for it, load their own x, and the ring holds weights
     alone, which are there before the previous kernel is done. All blocks run at once, so the next kernel starts with
     this one; after qkv comes attention, whose blocks would take the places of the last, and it waits until a ring is
-    left to load (8B at 32 sequences, a layer: 1 us). Where there is a multiprocessor for every block, a ring of more than
-    half of one keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for seven
-    stages in down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the ring 60.3). Up to
-    16 sequences by analogy: 8 and 32 gain from it.
+    left to load (8B at 32 sequences, a layer: 1 us). Where there is a multiprocessor for every block, a ring of more
+    than half of one keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for
+    seven stages in down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the
+    ring 60.3). Up to 16 sequences by analogy: 8 and 32 gain from it.
     """
     bits = precision.decode.bits
     warp_rows = -(-row_tiles // 4)
