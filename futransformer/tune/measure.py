@@ -1,8 +1,10 @@
 """Candidates against the kernel that is used now: checked on poisoned outputs, then timed together, at some rows each.
 
 Everything is as in the benchmark: cold weights, contenders interleaved in shuffled order, medians. Few rows are timed
-in a graph. Many rows are timed in bursts, and the best few of those again sustained, at the power cap, where the order
-may be another. A candidate's time is told relative to the incumbent's, as the geometric mean over rows and regimes.
+in a graph, as the model runs them: a chain of launches each of which may start while the one before still runs, so that
+what a kernel does at its start and end counts for as much as it costs there. Many rows are timed in bursts, and the best
+few of those again sustained, at the power cap, where the order may be another. A candidate's time is told relative to
+the incumbent's, as the geometric mean over rows and regimes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from futransformer.bench.case import Ceilings, Contender, Regime
 from futransformer.bench.check import judge
+from futransformer.bench.graphs import graphed, rotating
 from futransformer.bench.harness import Harness
 from futransformer.bench.runner import WANTED_SECONDS, Bench
 from futransformer.bench.shapes import gemm_work
@@ -195,4 +198,6 @@ def _contender(
     """Calls that walk over the weights, which all candidates read in one packing."""
     residual = inputs.residual.clone()
     calls: list[Callable[[], object]] = [partial(inputs.call, library, weight, residual) for weight in weights]
-    return inputs.timed(calls, list, floor)
+    if floor is None:
+        return Contender(run=rotating(calls), outputs=list)
+    return graphed(calls, list, floor, library.chain())
