@@ -1,8 +1,8 @@
 """Candidates against the kernel that is used now: checked on poisoned outputs, then timed together, at some rows each.
 
 Everything is as in the benchmark: cold weights, contenders interleaved in shuffled order, medians. Few rows are timed
-in a graph, as the model runs them: a chain of launches each of which may start while the one before still runs, so that
-what a kernel does at its start and end counts for as much as it costs there. Many rows are timed in bursts, and the best
+in a graph, as the model runs them: a chain of launches, each of which may start while the one before still runs, so
+that what a kernel does at its start and end counts for what it costs there. Many rows are timed in bursts, and the best
 few of those again sustained, at the power cap, where the order may be another. A candidate's time is told relative to
 the incumbent's, as the geometric mean over rows and regimes.
 """
