@@ -62,10 +62,6 @@ class GemmSpec(KernelSpec):
             sorted(self.cluster) in ([1, 1, 1], [1, 1, 2]), "a cluster is one block, or two along M, along N or over K"
         )
         self.require(self.splits == 1 or self.schedule == "cooperative", "only the cooperative schedule can split K")
-        if self.in_turns:
-            self.require(self.splits == 1, "tiles of 256 rows cannot split K")
-            self.require(self.stages >= 3, "tiles of 256 rows need three stages")
-            self.require(self.k > 5 * self.tile.k, "tiles of 256 rows need in_features above 320")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.stages >= 2, "a pipeline needs two stages")
         self.require(self.raster >= 1, "raster must be positive")
@@ -104,11 +100,6 @@ class GemmSpec(KernelSpec):
         """Float32 sums that a consumer thread holds."""
         sharing = 1 if self.schedule == "pingpong" else self.consumers
         return self.tile.m * self.tile.n // (128 * sharing)
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether a consumer has two atoms of a cooperative tile, one of which multiplies while the other ends."""
-        return self.schedule == "cooperative" and self.tile.m == 256
 
     @property
     def threads(self) -> int:

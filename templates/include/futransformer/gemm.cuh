@@ -57,9 +57,6 @@ struct Gemm {
   static constexpr int kAccumulators = kAtoms * Tile::kN / 2;                  // a thread
   static_assert(kAtoms * 64 * (kPingpong ? 1 : kConsumers) == Tile::kM, "whole wgmma rows for every consumer");
 
-  static constexpr bool kInTurns = !kPingpong && kAtoms == 2;
-  static constexpr int kEdge = 2;
-
   // Registers a thread: the launch of 384 threads allocates 168 each; the producer's share goes to the accumulators.
   static constexpr bool kReallocate = kConsumers == 2;
   static constexpr int kProducerRegisters = 24;
@@ -137,11 +134,7 @@ struct Gemm {
     } else {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_previous_kernel();
-      if constexpr (kInTurns) {
-        consume_in_turns(shared, warpgroup - 1, m, order, epilogue);
-      } else {
-        consume(shared, warpgroup - 1, m, order, epilogue);
-      }
+      consume(shared, warpgroup - 1, m, order, epilogue);
     }
     if constexpr (kBlocks > 1) synchronise();  // no block ends while its peer may still signal it
   }
@@ -225,16 +218,6 @@ struct Gemm {
     }
   }
 
-  // This warp is done with a stage.
-  CUTLASS_DEVICE static void give_back(Shared const& shared, int stage) {
-    int const lane = threadIdx.x % 32;
-    if constexpr (kSharing > 1) {
-      shared.empty[stage].arrive(lane, lane < kSharing);  // lane i tells block i
-    } else if (lane == 0) {
-      shared.empty[stage].arrive();
-    }
-  }
-
   template <class Epilogue>
   CUTLASS_DEVICE static void consume(Shared const& shared, int consumer, int m, Order const& order,
                                      Epilogue const& epilogue) {
@@ -269,7 +252,12 @@ struct Gemm {
     };
     // Give back the stage that was multiplied `age` stages before the next one.
     auto const release = [&](int age) {
-      give_back(shared, position.index() >= age ? position.index() - age : position.index() - age + Stages);
+      int const stage = position.index() >= age ? position.index() - age : position.index() - age + Stages;
+      if constexpr (kSharing > 1) {
+        shared.empty[stage].arrive(thread % 32, thread % 32 < kSharing);  // lane i tells block i
+      } else if (thread % 32 == 0) {
+        shared.empty[stage].arrive();
+      }
     };
 
     // Pingpong: a consumer multiplies only when the other has taken all stages of its tile from the ring. A wait for a
@@ -338,133 +326,6 @@ struct Gemm {
         exchange_parity ^= 1;
       }
     }
-  }
-
-  // A cooperative consumer of two atoms. A tile's first and last kEdge stages are multiplied by one atom, then by the
-  // other, and between them by both. So the first atom ends its tile while the products of the second are under way,
-  // and the second while those of the first for the next tile are: the tensor cores are never without work.
-  template <class Epilogue>
-  CUTLASS_DEVICE static void consume_in_turns(Shared const& shared, int consumer, int m, Order const& order,
-                                              Epilogue const& epilogue) {
-    using namespace cute;
-    using Ending = TileEpilogue<Epilogue, 1, 2, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
-                                (kConsumerRegisters - kAccumulators - 48) / 2>;
-    constexpr int kBoth = kTilesK - 2 * kEdge;  // stages that are multiplied by both
-    constexpr int kAsked = kBoth - 2 < kAskStages - 1 ? kBoth - 2 : kAskStages - 1;
-    constexpr bool kCrowded = kAccumulators > 128;  // no registers for operands of both atoms
-    static_assert(kBoth >= 2, "K is too short for a tile's first and last stages");
-    static_assert(Stages > kEdge, "the edge's stages are given back with the stage before or behind them");
-
-    Mma mma;
-    auto slice = mma.get_slice(threadIdx.x % cutlass::NumThreadsPerWarpGroup);
-    auto const shared_x = make_tensor(make_smem_ptr(shared.x), LayoutX{});
-    auto const shared_w = make_tensor(make_smem_ptr(shared.w), LayoutW{});
-    auto const my_x = local_tile(shared_x, Shape<Int<128>, Int<Tile::kK>>{}, make_coord(consumer, 0));
-    auto fragment_x = slice.make_fragment_A(slice.partition_A(my_x));
-    auto fragment_w = slice.make_fragment_B(slice.partition_B(shared_w));
-    auto sums_0 = partition_fragment_C(mma, Shape<_64, Int<Tile::kN>>{});
-    auto sums_1 = partition_fragment_C(mma, Shape<_64, Int<Tile::kN>>{});
-    static_assert(decltype(size(sums_0))::value == kAccumulators / 2);
-
-    Position position;  // the stage to multiply next
-    auto const stage_at = [&](int offset) {
-      int const stage = position.index() + offset;
-      return stage < 0 ? stage + Stages : stage < Stages ? stage : stage - Stages;
-    };
-    auto const step = [&](auto atom, auto& sums, int k, int stage, bool first) {
-      mma.accumulate_ = first && k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      gemm(mma, fragment_x(_, atom, k, stage), fragment_w(_, 0, k, stage), sums(_, 0, 0));
-    };
-    auto const wait_for_edge = [&] {
-      Position waited = position;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kEdge; ++i, ++waited) wait(shared.full[waited.index()], waited.phase());
-    };
-    auto const multiply_edge = [&](auto atom, auto& sums, bool first) {
-      warpgroup_fence_operand(sums);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kEdge; ++i) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < size<2>(fragment_x); ++k) step(atom, sums, k, stage_at(i), first && i == 0);
-      }
-      warpgroup_commit_batch();
-    };
-    // The next stage by both atoms. Behind it, all before it is complete.
-    auto const multiply_both = [&] {
-      wait(shared.full[position.index()], position.phase());
-      warpgroup_fence_operand(sums_0);
-      warpgroup_fence_operand(sums_1);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < size<2>(fragment_x); ++k) {
-        step(_0{}, sums_0, k, position.index(), false);
-        step(_1{}, sums_1, k, position.index(), false);
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(sums_0);
-      warpgroup_fence_operand(sums_1);
-    };
-    auto const release = [&](int offset) { give_back(shared, stage_at(offset)); };
-    auto const release_edge = [&] {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = -kEdge; i < 0; ++i) release(i);
-    };
-    auto const advance = [&](int stages) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < stages; ++i) {
-        multiply_both();
-        release(-1);
-        ++position;
-      }
-    };
-
-    wait_for_edge();
-    multiply_edge(_0{}, sums_0, true);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = cluster(); tile < order.count(); tile += clusters()) {
-      multiply_edge(_1{}, sums_1, true);
-      position.advance(kEdge);
-      auto const at = order(tile);
-      int const tile_n = at.n * Cluster::kN + rank_n();
-      int const row = (at.m * Cluster::kM + rank_m()) * Tile::kM + consumer * 128 + row_of_thread();
-      Ending ending_0(epilogue, row, tile_n, m), ending_1(epilogue, row + 64, tile_n, m);
-      ending_0.fetch();
-      multiply_both();
-      release_edge();
-      ++position;
-      ending_0.begin();
-      if constexpr (!kCrowded) ending_1.fetch();
-      advance(1);
-      if constexpr (!kCrowded) ending_1.begin();
-      advance(kBoth - 2 - kAsked);
-      ending_0.ask();
-      if constexpr (!kCrowded) ending_1.ask();
-      advance(kAsked);
-
-      wait_for_edge();
-      multiply_edge(_0{}, sums_0, false);
-      multiply_edge(_1{}, sums_1, false);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(sums_0);
-      release(-1);
-      position.advance(kEdge);
-      ending_0.finish(sums_0);
-      if constexpr (kCrowded) {
-        ending_1.fetch();
-        ending_1.begin();
-        ending_1.ask();
-      }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(sums_1);
-      release_edge();
-      // Behind the last tile as well, of what the ring holds then: in a branch, the compiler would wait for its products.
-      if (tile + clusters() < order.count()) wait_for_edge();
-      multiply_edge(_0{}, sums_0, true);
-      ending_1.finish(sums_1);
-    }
-    warpgroup_wait<0>();
   }
 
   // A thread of a wgmma accumulator holds two rows, eight apart; of which the block keeps the rank_k-th where K is split.
