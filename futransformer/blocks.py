@@ -1,7 +1,7 @@
 """One Llama block, and what a pass over all blocks needs to know about its rows.
 
 Five operations a layer, in either phase; the two RMSNorms are inside them (gain in the next weight, rstd in the next
-epilogue), so the residual stream x travels with the sums of squares of its rows. docs/architecture.md has the layouts.
+epilogue), so the residual stream travels with the sums of squares of its rows. docs/architecture.md has the layouts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from futransformer.ops.interface import Ops, Phase
+from futransformer.ops.interface import Ops, Phase, Stream
 
 Packed = dict[Phase, Tensor]  # one weight, as each phase's kernel reads it
 
@@ -94,17 +94,17 @@ class DecodePass:
 def llama_block(
     ops: Ops,
     weights: LayerWeights,
-    x: Tensor,
-    sumsq: Tensor,
+    stream: Stream,
     rows: Pass,
     rope_table: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is overwritten."""
+) -> Stream:
+    """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten."""
     phase = rows.phase
+    x, sumsq, residual = stream
     q = ops.qkv(phase, x, sumsq, weights.qkv[phase], rope_table, rows.positions, rows.slots, k_pages, v_pages)
     attended = rows.attention(ops, q, k_pages, v_pages)
-    x, sumsq = ops.o(phase, attended, weights.o[phase], x)
+    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual)
     h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase])
-    return ops.down(phase, h, weights.down[phase], x)
+    return ops.down(phase, h, weights.down[phase], residual)

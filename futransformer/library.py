@@ -28,7 +28,7 @@ from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, Attent
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
-from futransformer.ops.interface import PROJECTIONS, Phase, Projection
+from futransformer.ops.interface import PROJECTIONS, Phase, Projection, Stream
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.packing import pack_decode, pack_prefill
@@ -69,7 +69,7 @@ class KernelLibrary:
             gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
-        self._gather_rows = GatherRows(kernel(plan.gather_rows))
+        self._gather_rows = {phase: GatherRows(kernel(spec)) for phase, spec in plan.gather_rows.items()}
         self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
@@ -95,9 +95,9 @@ class KernelLibrary:
         logical = logical.to(self.device, torch.bfloat16)
         return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
 
-    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
         """See Ops.gather_rows."""
-        return self._gather_rows(table, indices)
+        return self._gather_rows[phase](table, indices)
 
     def qkv(
         self,
@@ -145,7 +145,7 @@ class KernelLibrary:
         """See Ops.attention_decode."""
         return self._attention_decode(q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out)
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """See Ops.o."""
         return self._projections.add_to_residual(phase, "o", x, weight, residual)
 
@@ -153,7 +153,7 @@ class KernelLibrary:
         """See Ops.gate_up."""
         return self._projections.gate_up(phase, x, sumsq, weight)
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """See Ops.down."""
         return self._projections.add_to_residual(phase, "down", x, weight, residual)
 

@@ -27,7 +27,7 @@ from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
-from futransformer.ops.interface import Ops, Phase, Projection
+from futransformer.ops.interface import Ops, Phase, Projection, Stream
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -225,12 +225,12 @@ class Llama:
         )
         ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
         with self.ops.chain():  # opened when all that its kernels may read early is on its way
-            x, sumsq = self._forward(ids, rows_of_pass)
+            stream = self._forward(ids, rows_of_pass)
             if rows == "last":
                 if not last:
                     return torch.empty(0, self.config.vocab_size, device=device)
-                x, sumsq = self.ops.gather_rows(x, ends)
-            return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+                stream = self.ops.gather_rows("prefill", stream.x, ends)
+            return self.ops.lm_head("prefill", stream.x, stream.sumsq, self.weights.lm_head["prefill"])
 
     # Decode
 
@@ -295,8 +295,8 @@ class Llama:
         return self._step
 
     def _decode_logits(self, tokens: Tensor, rows: DecodePass) -> Tensor:
-        x, sumsq = self._forward(tokens, rows)
-        return self.ops.lm_head("decode", x, sumsq, self.weights.lm_head["decode"])
+        stream = self._forward(tokens, rows)
+        return self.ops.lm_head("decode", stream.x, stream.sumsq, self.weights.lm_head["decode"])
 
     def generate(
         self,
@@ -315,7 +315,9 @@ class Llama:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         checked = self._check_prompts(prompts)
-        ends = frozenset(self.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        ends = frozenset(
+            self.config.eos_token_ids if eos_token_ids is None else self._token_ids("eos_token_ids", eos_token_ids)
+        )
         generated: list[list[int]] = [[] for _ in checked]
         active = list(range(len(checked)))
         self.start(len(checked))
@@ -345,13 +347,13 @@ class Llama:
 
     # Shared
 
-    def _forward(self, tokens: Tensor, rows: Pass) -> tuple[Tensor, Tensor]:
-        """Embed and run all blocks: x [T, H] before the final norm, and its sumsq."""
-        x, sumsq = self.ops.gather_rows(self.weights.embedding, tokens)
+    def _forward(self, tokens: Tensor, rows: Pass) -> Stream:
+        """Embed and run all blocks: the stream before the final norm."""
+        stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
-            x, sumsq = llama_block(self.ops, layer, x, sumsq, rows, self.weights.rope_table, k_pages, v_pages)
-        return x, sumsq
+            stream = llama_block(self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages)
+        return stream
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the prompts as lists of token ids, whatever kind of sequence they came as."""

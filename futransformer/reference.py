@@ -1,7 +1,8 @@
 """The operations of a Llama step in PyTorch: what the kernels must compute, and how the model runs without a GPU.
 
 Layouts are those of docs/architecture.md, at any row count. Every operation computes in float32 and rounds to
-``dtype`` exactly where a kernel stores BF16 (x, q, K, V, attention output, h); logits stay float32. Attention rounds
+``dtype`` exactly where a kernel stores BF16 (x, q, K, V, attention output, h); logits and decode's residual stream stay
+float32. Attention rounds
 P where a kernel does: P = exp(s - row maximum) is rounded before P V, its sum is taken in float32 of the unrounded
 values, and the division comes last. A kernel rounds P relative to a *running* maximum, so the two may differ in the
 last place of P.
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import Precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.ops.interface import Phase, Projection
+from futransformer.ops.interface import Phase, Projection, Stream
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -58,12 +59,12 @@ class ReferenceOps:
             self._packed = (logical, logical.to(self.device, torch.float32))
         return self._packed[1]
 
-    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
         """See Ops.gather_rows."""
         inside = (indices >= 0) & (indices < table.shape[0])
         rows = table[torch.where(inside, indices, 0).long()]
         x = torch.where(inside[:, None], rows, torch.nan).to(self.dtype)
-        return x, row_sumsq(x)
+        return Stream(x, row_sumsq(x), x if phase == "prefill" else x.to(torch.float32, copy=True))
 
     def qkv(
         self,
@@ -136,18 +137,18 @@ class ReferenceOps:
             out[row] = self._attend(q[row : row + 1], k, v)[0]
         return out
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """See Ops.o."""
-        return self._add_linear(x, weight, residual)
+        return self._add_linear(phase, x, weight, residual)
 
     def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.gate_up."""
         gate, up = self._normalised_linear(x, sumsq, weight).chunk(2, 1)
         return (F.silu(gate) * up).to(self.dtype)
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """See Ops.down."""
-        return self._add_linear(x, weight, residual)
+        return self._add_linear(phase, x, weight, residual)
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
@@ -165,11 +166,11 @@ class ReferenceOps:
         rstd = torch.rsqrt(sumsq.sum(1, keepdim=True) / x.shape[1] + self.rms_norm_eps)
         return F.linear(x.float(), weight.float()).mul_(rstd)
 
-    def _add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual + x W^T, stored in place of ``residual`` (in a copy, where that has another type than ours)."""
-        stored = residual.to(self.dtype)
+    def _add_linear(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+        """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
+        stored = residual.to(torch.float32 if phase == "decode" else self.dtype)
         stored.copy_(F.linear(x.float(), weight.float()).add_(residual))
-        return stored, row_sumsq(stored)
+        return Stream(stored.to(self.dtype), row_sumsq(stored), stored)
 
     def _gather_pages(self, pages: Tensor, block_row: Tensor, length: int) -> Tensor:
         """The first ``length`` tokens of one sequence, [kv heads, length, D] float32; unused slots are never read."""

@@ -30,7 +30,7 @@ from .specs import (
 class Plan:
     """Every kernel of a model and precision, by role: GEMMs by projection, then by the most rows that each serves."""
 
-    gather_rows: GatherRowsSpec
+    gather_rows: dict[str, GatherRowsSpec]  # by phase
     prefill: dict[str, dict[int, GemmSpec]]
     attention_prefill: AttentionPrefillSpec
     decode: dict[str, dict[int, DecodeGemmSpec]]
@@ -40,7 +40,7 @@ class Plan:
     def specs(self) -> tuple[KernelSpec, ...]:
         """All kernels once, in the order in which a model meets them."""
         specs = (
-            self.gather_rows,
+            *self.gather_rows.values(),
             *(spec for by_rows in self.prefill.values() for spec in by_rows.values()),
             self.attention_prefill,
             *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
@@ -71,7 +71,10 @@ def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTa
     heads = config.heads
     shapes = projections(config)
     return Plan(
-        gather_rows=GatherRowsSpec(row.prefill, config.hidden_size),
+        gather_rows={
+            "prefill": GatherRowsSpec(row.prefill, config.hidden_size),
+            "decode": GatherRowsSpec(row.decode, config.hidden_size, residual=True),
+        },
         prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None, table) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={

@@ -106,7 +106,7 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 def test_every_kernel_of_the_plan_is_loaded_once(exported: Path) -> None:
     ops = load_kernels("smollm2-135m", folder=exported)
     loaded = [
-        ops._gather_rows.kernel,
+        *(gather.kernel for gather in ops._gather_rows.values()),
         *(kernel for op in PROJECTIONS for kernel in kernels_of(ops, op)),
         ops._attention_prefill.kernel,
         ops._attention_decode.kernel,

@@ -93,14 +93,15 @@ def perplexity_rows(ours: Llama, reference: Llama, exact: Llama, tokens: list[in
     for batch in (8, 64):
         decode, seconds = timed_score(ours, tokens, batch=batch, through="decode")
         case = f"{base}=decode/ctx={CONTEXT}/windows={windows}/B={batch}"
-        rows.append(perplexity_row(case, decode, {"prefill": prefill}, seconds))
+        rows.append(perplexity_row(case, decode, {"prefill": prefill, "reference-float32": unrounded}, seconds))
     for batch in (1, 4, 8, 32):
         # BF16 rounding alone moves a token's likelihood by 0.034 (one deviation): 0.05 % of the perplexity on four
         # windows, 0.027 % on sixteen, where a bar of 0.1 % is more than three of them.
         count = max(16, batch)
         part, seconds = timed_score(ours, tokens, windows=count, batch=batch, through="decode")
         case = f"{base}=decode/ctx={CONTEXT}/windows={count}/B={batch}"
-        row = perplexity_row(case, part, {"prefill": first(prefill, count)}, seconds)
+        same = {"prefill": first(prefill, count), "reference-float32": first(unrounded, count)}
+        row = perplexity_row(case, part, same, seconds)
         four = {"ours": first(part, 4).perplexity, "prefill": first(prefill, 4).perplexity}
         rows.append(row | {"first_four_windows": {name: round(value, 4) for name, value in four.items()}})
     return rows

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from torch import Tensor
 Phase = Literal["prefill", "decode"]
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+
+
+class Stream(NamedTuple):
+    """The residual stream of T rows, as one operation hands it to the next."""
+
+    x: Tensor  # [T, H] in the storage type: what GEMMs read
+    sumsq: Tensor  # float32 [T, parts]: partial sums of squares of each row
+    residual: Tensor  # what o and down add to: x itself in prefill, float32 [T, H] in decode
 
 
 class Ops(Protocol):
@@ -36,8 +44,8 @@ class Ops(Protocol):
         """Turn a logical weight [N, K] into what this backend's GEMM reads."""
         ...
 
-    def gather_rows(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows ``indices`` [T] of ``table`` [R, H] as x [T, H], and sumsq [T, 1]."""
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
+        """Return a stream that begins with rows ``indices`` [T] of ``table`` [R, H]; sumsq is [T, 1]."""
         ...
 
     def qkv(
@@ -84,16 +92,16 @@ class Ops(Protocol):
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return residual + x W^T, written in place of ``residual``, and its sumsq."""
+    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+        """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
 
     def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """Return h = silu(gate) * up [T, intermediate_size]."""
         ...
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return residual + x W^T, written in place of ``residual``, and its sumsq."""
+    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+        """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The five projections of a Llama step: check the tensors, allocate the outputs, name the epilogue's arguments.
 
-Both phases run the same epilogue chains and so take the same arguments; a ``ProjectionGemm`` hides how each launches.
+The epilogue chains of both phases take the same arguments; a ``ProjectionGemm`` hides how each launches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE, Heads
-from futransformer.ops.interface import Phase, Projection
+from futransformer.ops.interface import Phase, Projection, Stream
 from futransformer.ops.validate import check_tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -100,17 +100,17 @@ class Projections:
             )
         return q
 
-    def add_to_residual(
-        self, phase: Phase, op: Projection, x: Tensor, weight: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def add_to_residual(self, phase: Phase, op: Projection, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """See Ops.o and Ops.down."""
         k = self.heads.q_features if op == "o" else self.config.intermediate_size
         gemm, rows = self._checked(phase, op, x, k, weight), x.shape[0]
-        check_tensor(op, "residual", residual, (rows, self.config.hidden_size), BF16, self.device)
+        hidden, dtype = self.config.hidden_size, BF16 if phase == "prefill" else FP32
+        check_tensor(op, "residual", residual, (rows, hidden), dtype, self.device)
+        out = residual if phase == "prefill" else self._empty(rows, hidden, BF16)
         sumsq = self._empty(rows, gemm.sumsq_parts(rows), FP32)
         if rows:
-            gemm.launch(x, weight, residual=residual, out=residual, sumsq_out=sumsq)
-        return residual, sumsq
+            gemm.launch(x, weight, residual=residual, out=out, sumsq_out=sumsq)
+        return Stream(out, sumsq, residual)
 
     def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.gate_up."""

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from futransformer.driver import Kernel
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
+from futransformer.ops.interface import Stream
 from futransformer.ops.validate import check_aligned, check_tensor
 
 
 class GatherRows:
-    """Rows of a table by index, and their sums of squares."""
+    """Rows of a table by index, and their sums of squares; with a residual in float32 if the kernel writes one."""
 
     def __init__(self, kernel: Kernel) -> None:
         """Serve the row width of the kernel's spec."""
@@ -19,7 +20,7 @@ class GatherRows:
         self.spec = kernel.spec
         self.kernel = kernel
 
-    def __call__(self, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, table: Tensor, indices: Tensor) -> Stream:
         """See Ops.gather_rows. An index outside the table gives a row, and a sum of squares, of NaN."""
         device = self.kernel.device
         check_tensor("gather_rows", "table", table, (None, self.spec.k), torch.bfloat16, device)
@@ -28,11 +29,12 @@ class GatherRows:
         rows = indices.shape[0]
         x = torch.empty(rows, self.spec.k, dtype=torch.bfloat16, device=device)
         sumsq = torch.empty(rows, 1, dtype=torch.float32, device=device)
+        written = {"out": x, "sumsq_out": sumsq}
+        if self.spec.residual:
+            written["residual"] = torch.empty(rows, self.spec.k, dtype=torch.float32, device=device)
         if rows:
-            self.kernel.launch(
-                (rows, 1, 1), table=table, table_rows=table.shape[0], indices=indices, out=x, sumsq_out=sumsq
-            )
-        return x, sumsq
+            self.kernel.launch((rows, 1, 1), table=table, table_rows=table.shape[0], indices=indices, **written)
+        return Stream(x, sumsq, written.get("residual", x))
 
 
 class Argmax:

@@ -19,7 +19,7 @@ PAGE_SIZE = 64  # tokens a KV-cache page holds
 MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
 SM_SHARED_BYTES = 233_472  # shared memory of an sm_90 multiprocessor (228 KiB)
 BLOCK_RESERVED_BYTES = 1024  # of which the system takes this for every block
-ABI_VERSION = 1  # raised whenever the meaning of a parameter or a packed layout changes
+ABI_VERSION = 2  # raised whenever the meaning of a parameter or a packed layout changes
 
 
 def shared_share(blocks: int) -> int:
@@ -115,6 +115,12 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     ),
     # + residual [rows, N]; may alias out
     "residual": (pointer("residual", "const cutlass::bfloat16_t"),),
+    # float32 residual [rows, N] += the sums; BF16 out [rows, N] of it, and partial sums of squares of the residual
+    "residual_f32": (
+        pointer("residual", "float"),
+        pointer("out", "cutlass::bfloat16_t"),
+        pointer("sumsq_out", "float"),
+    ),
     # silu(gate) * up, halving the columns
     "swiglu": (),
     # BF16 out [rows, columns]
@@ -132,6 +138,9 @@ EPILOGUES: dict[str, tuple[str, ...]] = {
     "down": ("residual", "store_sumsq"),
     "lm_head": ("rowscale", "store_f32"),
 }
+
+# A token's residual stream is a few kilobytes: decode keeps it in float32, beside the BF16 copy that GEMMs read.
+DECODE_EPILOGUES = {**EPILOGUES, "o": ("residual_f32",), "down": ("residual_f32",)}
 
 
 def epilogue_params(epilogue: tuple[str, ...]) -> tuple[Param, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
+from .base import DECODE_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
 
 ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
@@ -51,7 +51,7 @@ class DecodeGemmSpec(KernelSpec):
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
-        self.require(self.op in EPILOGUES, f"op must be one of {', '.join(EPILOGUES)}")
+        self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.batch_tile in (8, 16, 32, 64), "batch_tile must be 8, 16, 32 or 64")
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
@@ -115,8 +115,8 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def epilogue(self) -> tuple[str, ...]:
-        """The operations applied to the complete sums, in order: the same chain as in prefill."""
-        return EPILOGUES[self.op]
+        """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
+        return DECODE_EPILOGUES[self.op]
 
     @property
     def name(self) -> str:

@@ -16,7 +16,10 @@ def legal_threads(threads: int) -> bool:
 
 @dataclass(frozen=True)
 class GatherRowsSpec(KernelSpec):
-    """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill."""
+    """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill.
+
+    With ``residual`` the row is written in float32 as well: decode's residual stream begins with it.
+    """
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("LDG.E.128", "STG.E.128")
@@ -24,6 +27,7 @@ class GatherRowsSpec(KernelSpec):
 
     element: Element
     k: int
+    residual: bool = False
     threads_per_row: int = 128
 
     def __post_init__(self) -> None:
@@ -33,7 +37,8 @@ class GatherRowsSpec(KernelSpec):
     @property
     def name(self) -> str:
         """See KernelSpec.name."""
-        return f"gather_rows_sm90_{self.element.name}_k{self.k}_t{self.threads_per_row}"
+        written = "_residual_f32" if self.residual else ""
+        return f"gather_rows_sm90_{self.element.name}_k{self.k}_t{self.threads_per_row}{written}"
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -44,6 +49,7 @@ class GatherRowsSpec(KernelSpec):
             pointer("indices", "const int"),
             pointer("out", "cutlass::bfloat16_t"),
             pointer("sumsq_out", "float"),
+            *((pointer("residual", "float"),) if self.residual else ()),
         )
 
     @property

@@ -32,7 +32,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
         return [list(by_rows.values())[index % len(by_rows)] for index, by_rows in enumerate(gemms.values())]
 
     return (
-        plan.gather_rows,
+        *plan.gather_rows.values(),
         *in_turn(plan.prefill),
         plan.attention_prefill,
         *in_turn(plan.decode),

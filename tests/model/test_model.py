@@ -187,6 +187,14 @@ def test_the_models_own_eos_tokens_are_the_default(tiny_model: Path) -> None:
     assert model.generate([prompt], 5) == [first]
 
 
+@pytest.mark.parametrize("ends", [3, [1.5], ["</s>"], [-1]])
+def test_eos_tokens_that_are_none_are_refused(tiny_model: Path, ends: Any) -> None:
+    model = load(tiny_model)
+    with pytest.raises(InputError, match=r"eos_token_ids: .*(is not a list of token ids|outside the vocabulary)"):
+        model.generate(make_prompts((5,)), 2, eos_token_ids=ends)
+    assert model.sequences == []
+
+
 def test_generation_fills_the_cache_to_its_last_slot(tiny_model: Path) -> None:
     prompt = make_prompts((60,))[0]
     model = load(tiny_model, cache_tokens=64)

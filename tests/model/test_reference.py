@@ -76,7 +76,8 @@ def split_sumsq(x: Tensor) -> Tensor:
 
 def test_gather_rows_returns_rows_and_their_sums_of_squares() -> None:
     table = random(7, CONFIG.hidden_size).bfloat16()
-    x, sumsq = ROUNDED.gather_rows(table, torch.tensor([6, 0, 0], dtype=torch.int32))
+    x, sumsq, residual = ROUNDED.gather_rows("prefill", table, torch.tensor([6, 0, 0], dtype=torch.int32))
+    assert residual is x
     assert torch.equal(x, table[[6, 0, 0]])
     assert sumsq.shape == (3, 1)
     assert_same(sumsq[:, 0], table[[6, 0, 0]].float().square().sum(1))
@@ -85,7 +86,10 @@ def test_gather_rows_returns_rows_and_their_sums_of_squares() -> None:
 @pytest.mark.parametrize("index", [-1, 7, 2**31 - 1])
 def test_gather_rows_answers_an_index_outside_with_nan(index: int) -> None:
     table = random(7, CONFIG.hidden_size).bfloat16()
-    x, sumsq = ROUNDED.gather_rows(table, torch.tensor([2, index], dtype=torch.int32))
+    x, sumsq, residual = ROUNDED.gather_rows("decode", table, torch.tensor([2, index], dtype=torch.int32))
+    assert residual.dtype == torch.float32
+    assert torch.equal(residual.isnan(), x.isnan())
+    assert torch.equal(residual[0], table[2].float())
     assert torch.equal(x[0], table[2])
     assert x[1].isnan().all()
     assert sumsq[1].isnan().all()
@@ -310,17 +314,31 @@ def test_residual_projections_write_in_place_and_sum_what_they_stored(op: str) -
     x, weight = random(3, features).bfloat16(), random(CONFIG.hidden_size, features, seed=1, scale=0.1)
     residual = random(3, CONFIG.hidden_size, seed=2, scale=8.0).bfloat16()
     expected = (residual.float() + x.float() @ weight.T).bfloat16()
-    out, sumsq = getattr(ROUNDED, op)("prefill", x, weight, residual)
-    assert out is residual
+    out, sumsq, stream = getattr(ROUNDED, op)("prefill", x, weight, residual)
+    assert out is residual is stream
     assert torch.equal(out, expected)
     assert_same(sumsq.sum(1), expected.float().square().sum(1))
+
+
+@pytest.mark.parametrize("op", ["o", "down"])
+def test_decodes_residual_is_not_rounded(op: str) -> None:
+    features = HEADS.q_features if op == "o" else CONFIG.intermediate_size
+    x, weight = random(3, features).bfloat16(), random(CONFIG.hidden_size, features, seed=1, scale=0.1)
+    residual = random(3, CONFIG.hidden_size, seed=2, scale=8.0)
+    expected = residual + x.float() @ weight.T
+    out, sumsq, stream = getattr(ROUNDED, op)("decode", x, weight, residual)
+    assert stream is residual
+    assert torch.equal(residual, expected)
+    assert torch.equal(out, expected.bfloat16())
+    assert_same(sumsq.sum(1), expected.square().sum(1))
 
 
 def test_the_exact_reference_rounds_no_residual() -> None:
     x, weight = random(3, HEADS.q_features), random(CONFIG.hidden_size, HEADS.q_features, seed=1)
     residual = random(3, CONFIG.hidden_size, seed=2).bfloat16()
     kept = residual.clone()
-    out, _ = EXACT.o("prefill", x, weight, residual)
+    out, _, stream = EXACT.o("prefill", x, weight, residual)
+    assert stream is out
     assert out.dtype == torch.float32
     assert torch.equal(residual, kept)
     assert_same(out, kept.float() + x @ weight.T)

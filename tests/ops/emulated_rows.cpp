@@ -37,7 +37,7 @@ void check_argmax(int padding, int misalignment) {
 }
 
 template <int Columns, int Threads>
-void check_gather() {
+void check_gather(bool with_residual) {
   constexpr int kTableRows = 9;
   std::vector<int> const indices = {3, -1, 8, 9, 0, INT_MAX, INT_MIN, 3};
   int const rows = indices.size();
@@ -45,13 +45,14 @@ void check_gather() {
   std::normal_distribution<float> normal;
   std::vector<uint4> table(kTableRows * Columns / 8), out(rows * Columns / 8);
   std::vector<float> sumsq(rows, -1);
+  std::vector<float4> residual(rows * Columns / 4, {-1, -1, -1, -1});
   auto* const elements = reinterpret_cast<uint16_t*>(table.data());
   auto* const gathered = reinterpret_cast<uint16_t*>(out.data());
   for (int i = 0; i < kTableRows * Columns; ++i) elements[i] = to_bf16(normal(random));
   emulator::launch({unsigned(rows), 1, 1}, Threads, [&] {
     futransformer::GatherRows<Columns, Threads>::run(reinterpret_cast<cutlass::bfloat16_t*>(elements), kTableRows,
                                                      indices.data(), reinterpret_cast<cutlass::bfloat16_t*>(gathered),
-                                                     sumsq.data());
+                                                     sumsq.data(), with_residual ? &residual[0].x : nullptr);
   });
   for (int row = 0; row < rows; ++row) {
     bool const inside = indices[row] >= 0 && indices[row] < kTableRows;
@@ -61,6 +62,8 @@ void check_gather() {
       sum += double(from_bf16(bits)) * from_bf16(bits);
       bool const right = inside ? bits == elements[indices[row] * Columns + column] : std::isnan(from_bf16(bits));
       expect(right, "gather", Columns, row);
+      float const wide = (&residual[0].x)[row * Columns + column], want = with_residual ? from_bf16(bits) : -1;
+      expect(wide == want || (std::isnan(wide) && std::isnan(want)), "residual", Columns, row);
     }
     expect(inside ? std::fabs(sumsq[row] - sum) <= 1e-6 * sum : std::isnan(sumsq[row]), "sum of squares", Columns, row);
   }
@@ -78,8 +81,10 @@ int main() {
     }
   }
   check_argmax<4099, 1024>(1, 2);
-  check_gather<8, 32>();
-  check_gather<576, 128>();
-  check_gather<4096, 128>();
+  for (bool const with_residual : {false, true}) {
+    check_gather<8, 32>(with_residual);
+    check_gather<576, 128>(with_residual);
+    check_gather<4096, 128>(with_residual);
+  }
   return failures;
 }

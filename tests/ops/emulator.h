@@ -527,6 +527,10 @@ inline void store_bf16x8(bf16* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "a misaligned store of 16 bytes");
   *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
 }
+inline void store_f32x8(float* target, float const (&values)[8]) {
+  emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "misaligned stores of 16 bytes");
+  std::copy(values, values + 8, target);
+}
 inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;

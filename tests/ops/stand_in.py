@@ -30,6 +30,7 @@ from futransformer.generator.specs import (
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
+from futransformer.ops.interface import Phase
 from futransformer.packing import unpack_decode, unpack_prefill
 from futransformer.reference import ReferenceOps
 
@@ -49,9 +50,11 @@ class StandInKernel:
         if isinstance(spec, (GemmSpec, DecodeGemmSpec)):
             self._project(spec, **arguments)
         elif isinstance(spec, GatherRowsSpec):
-            x, sumsq = self.ops.gather_rows(arguments["table"], arguments["indices"])
-            arguments["out"].copy_(x)
-            arguments["sumsq_out"].copy_(sumsq)
+            stream = self.ops.gather_rows("prefill", arguments["table"], arguments["indices"])
+            arguments["out"].copy_(stream.x)
+            arguments["sumsq_out"].copy_(stream.sumsq)
+            if spec.residual:
+                arguments["residual"].copy_(stream.x)
         elif isinstance(spec, ArgmaxSpec):
             arguments["out"].copy_(self.ops.argmax(arguments["logits"]))
         else:
@@ -72,10 +75,13 @@ class StandInKernel:
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
             arguments["q"].copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state))
         elif spec.op in ("o", "down"):
-            stored, _ = self.ops.o("prefill", x, logical, arguments["residual"].clone())
-            arguments["out"].copy_(stored)
+            phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
+            stream = self.ops.o(phase, x, logical, arguments["residual"].clone())
+            if phase == "decode":
+                arguments["residual"].copy_(stream.residual)
+            arguments["out"].copy_(stream.x)
             width = spec.tile.n if isinstance(spec, GemmSpec) else spec.n // spec.sumsq_parts
-            parts = [part.float().square().sum(1) for part in torch.split(stored, width, 1)]
+            parts = [part.float().square().sum(1) for part in torch.split(stream.residual, width, 1)]
             arguments["sumsq_out"].copy_(torch.stack(parts, 1))
         elif spec.op == "gate_up":
             arguments["out"].copy_(self.ops.gate_up("prefill", x, arguments["sumsq"], logical))

@@ -68,7 +68,8 @@ class Problem:
         self.logical = (normal(n, k) * k**-0.5).bfloat16()
         parts = self.x.float().square().view(rows, 4, -1).sum(-1)
         self.sumsq = torch.cat([parts, torch.zeros(rows, 3)], 1)
-        self.residual = (normal(rows, config.hidden_size) * 4).bfloat16()
+        self.residual_f32 = normal(rows, config.hidden_size) * 4
+        self.residual = self.residual_f32.bfloat16()
         angles = torch.rand(99, config.head_dim // 2, generator=generator) * 6.283
         self.rope_table = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
         self.positions = torch.randint(99, (rows,), generator=generator, dtype=torch.int32)
@@ -94,7 +95,7 @@ class Problem:
             "rope_table": self.rope_table,
             "positions": self.positions,
             "slots": self.slots,
-            "residual": self.residual,
+            "residual": self.residual if isinstance(spec, GemmSpec) else with_room(self.residual_f32),
             "q": poisoned(room, self.config.heads.q_features),
             "k_pages": poisoned(*self.page_shape),
             "v_pages": poisoned(*self.page_shape),
@@ -102,7 +103,7 @@ class Problem:
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
         }
 
-    def reference(self) -> dict[str, Tensor]:
+    def reference(self, phase: Phase) -> dict[str, Tensor]:
         """What the chain must have written, with the room behind it."""
         ops, weight = ReferenceOps(self.config), self.logical.float()
         if self.op == "qkv":
@@ -111,7 +112,10 @@ class Problem:
             q = ops.qkv("prefill", self.x, self.sumsq, weight, *row_state)
             return {"q": with_room(q), "k_pages": k_pages, "v_pages": v_pages}
         if self.op in ("o", "down"):
-            return {"out": with_room(ops.o("prefill", self.x, weight, self.residual.clone())[0])}
+            if phase == "prefill":
+                return {"out": with_room(ops.o(phase, self.x, weight, self.residual.clone()).x)}
+            stream = ops.o(phase, self.x, weight, self.residual_f32.clone())
+            return {"out": with_room(stream.x), "residual": with_room(stream.residual)}
         if self.op == "gate_up":
             return {"out": with_room(ops.gate_up("prefill", self.x, self.sumsq, weight))}
         rstd = torch.rsqrt(self.sumsq.sum(1, keepdim=True) / self.x.shape[1] + self.config.rms_norm_eps)
@@ -124,15 +128,16 @@ def with_room(written: Tensor) -> Tensor:
 
 def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, Tensor]) -> None:
     """The same sums went in, so a BF16 value may differ by the rounding of one float32 operation falling otherwise."""
-    for name, want in problem.reference().items():
+    phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
+    for name, want in problem.reference(phase).items():
         actual, poison = written[name], want.isnan()
         assert torch.equal(actual.isnan(), poison), f"{name}: written where nothing may be, or not written"
         actual, want = (tensor.float().masked_fill(poison, 0) for tensor in (actual, want))  # noqa: PLW2901
-        unit = 2.0**-21 if problem.op == "lm_head" else 2.0**-7
+        unit = 2.0**-21 if problem.op == "lm_head" or name == "residual" else 2.0**-7
         worst = ((actual - want).abs() - unit * want.abs() - 2.0**-20 * want.abs().max()).max()
         assert worst <= 0, f"{name} is off by {worst:.3e}"
     if problem.op in ("o", "down"):
-        out = written["out"][: problem.rows].float()
+        out = written["out" if phase == "prefill" else "residual"][: problem.rows].float()
         width = spec.block_rows if isinstance(spec, DecodeGemmSpec) else spec.tile.n
         parts = torch.stack([part.square().sum(1) for part in torch.split(out, width, 1)], 1)
         torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0)

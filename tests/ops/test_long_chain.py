@@ -45,11 +45,11 @@ class Chain:
         ops, weights, tokens, all_logits = self.ops, self.weights, self.first, []
         with ops.chain():
             for _ in range(self.steps):
-                x, sumsq = ops.gather_rows(weights.embedding, tokens)
+                stream = ops.gather_rows("decode", weights.embedding, tokens)
                 for layer, cache in zip(weights.layers, self.caches, strict=True):
                     pages = cache.k_pages, cache.v_pages
-                    x, sumsq = llama_block(ops, layer, x, sumsq, self.rows, weights.rope_table, *pages)
-                all_logits.append(ops.lm_head("decode", x, sumsq, weights.lm_head["decode"]))
+                    stream = llama_block(ops, layer, stream, self.rows, weights.rope_table, *pages)
+                all_logits.append(ops.lm_head("decode", stream.x, stream.sumsq, weights.lm_head["decode"]))
                 tokens = ops.argmax(all_logits[-1])
         return all_logits
 

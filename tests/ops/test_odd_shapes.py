@@ -92,7 +92,8 @@ def check_attention(ops: KernelLibrary) -> None:
 
 
 def check_rows(ops: KernelLibrary) -> None:
-    rows_tests.check_gather(ops, ops.config.hidden_size, 17)
+    for phase in rows_tests.PHASES:
+        rows_tests.check_gather(ops, ops.config.hidden_size, 17, phase)
     logits, expected = rows_tests.argmax_rows(ops.config.vocab_size, ops.device)
     view = rows_tests.padded(logits, padded_vocab(ops.config.vocab_size), 0)
     assert ops.argmax(view).tolist() == expected

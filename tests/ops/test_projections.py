@@ -71,7 +71,8 @@ class Recorded:
             "weight": torch.zeros(self.gemms[phase, op].weight_shape()).bfloat16(),
         }
         if op in ("o", "down"):
-            return {**arguments, "op": op, "residual": torch.zeros(rows, hidden).bfloat16()}
+            residual = torch.zeros(rows, hidden, dtype=torch.bfloat16 if phase == "prefill" else torch.float32)
+            return {**arguments, "op": op, "residual": residual}
         arguments["sumsq"] = torch.zeros(rows, 3)
         if op == "lm_head":
             arguments["padded_vocab"] = PADDED_VOCAB
@@ -129,9 +130,11 @@ def test_one_launch_with_every_argument(recorded: Recorded, phase: Phase, op: Pr
         assert (returned.shape, returned.dtype) == ((ROWS, heads.q_features), torch.bfloat16)
         assert given["q"].data_ptr() == returned.data_ptr()
     elif op in ("o", "down"):
-        x, sumsq = returned
-        assert x is arguments["residual"], "in place"
-        assert given["out"].data_ptr() == given["residual"].data_ptr()
+        x, sumsq, residual = returned
+        assert residual is arguments["residual"], "in place"
+        assert (x is residual) == (phase == "prefill")
+        assert (x.shape, x.dtype) == ((ROWS, CONFIG.hidden_size), torch.bfloat16)
+        assert given["out"].data_ptr() == x.data_ptr()
         assert (sumsq.shape, sumsq.dtype) == ((ROWS, kernel.spec.sumsq_parts), torch.float32)
         assert given["sumsq_out"].data_ptr() == sumsq.data_ptr()
     elif op == "gate_up":

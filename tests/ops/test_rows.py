@@ -16,11 +16,12 @@ from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import BF16
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec, KernelSpec
 from futransformer.library import KernelLibrary
-from futransformer.ops.interface import Ops
+from futransformer.ops.interface import Ops, Phase
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.reference import ReferenceOps
 
 MODELS = ("smollm2-135m", "llama-3.1-8b")
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 ROWS = (1, 2, 3, 17, 127, 129, 1088)
 NAN, INF = float("nan"), float("inf")
 
@@ -28,7 +29,7 @@ GpuOps = Callable[[str], KernelLibrary]
 Emulate = Callable[[str], str]
 
 
-def check_gather(ops: Ops, hidden_size: int, rows: int) -> None:
+def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase) -> None:
     """Rows bit for bit, sums of squares to float32's rounding, NaN for every index outside, the same bits twice."""
     device, table_rows = ops.device, 777
     generator = torch.Generator(device).manual_seed(rows)
@@ -37,16 +38,18 @@ def check_gather(ops: Ops, hidden_size: int, rows: int) -> None:
     indices = torch.randint(table_rows, (rows,), generator=generator, device=device, dtype=torch.int32)
     edges = torch.tensor([table_rows - 1, -1, 3, table_rows, 2**31 - 1, -(2**31), 0], dtype=torch.int32, device=device)
     indices[: len(edges)] = edges[:rows]
-    x, sumsq = ops.gather_rows(table, indices)
+    x, sumsq, residual = ops.gather_rows(phase, table, indices)
     assert sumsq.shape == (rows, 1)
+    assert residual.dtype == (torch.bfloat16 if phase == "prefill" else torch.float32)
+    assert torch.equal(residual.float().nan_to_num(7e7), x.float().nan_to_num(7e7))
     inside = (indices >= 0) & (indices < table_rows)
     assert torch.equal(x[inside], table[indices[inside].long()])
     exact = x.double().square().sum(1, keepdim=True)
     assert torch.all((sumsq - exact).abs()[inside] <= 2e-6 * exact[inside])
     assert x[~inside].isnan().all()
     assert sumsq[~inside].isnan().all()
-    again = ops.gather_rows(table, indices)
-    assert torch.equal(again[1].view(torch.int32), sumsq.view(torch.int32)), "two runs differ"
+    again = ops.gather_rows(phase, table, indices)
+    assert torch.equal(again.sumsq.view(torch.int32), sumsq.view(torch.int32)), "two runs differ"
 
 
 def argmax_rows(vocab_size: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -88,11 +91,12 @@ def padded(logits: Tensor, stride: int, offset: int) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", MODELS)
-def test_gather_rows(gpu_ops: GpuOps, model: str, rows: int) -> None:
+def test_gather_rows(gpu_ops: GpuOps, model: str, rows: int, phase: Phase) -> None:
     ops = gpu_ops(model)
-    check_gather(ops, ops.config.hidden_size, rows)
+    check_gather(ops, ops.config.hidden_size, rows, phase)
 
 
 @pytest.mark.gpu
@@ -103,7 +107,7 @@ def test_gather_from_a_table_beyond_two_gigabytes(gpu_ops: GpuOps, model: str) -
     rows = 2**31 // hidden_size + 5  # elements, so that byte offsets pass 2^32
     table = torch.zeros(rows, hidden_size, dtype=torch.bfloat16, device=ops.device)
     table[-1] = 2
-    x, sumsq = ops.gather_rows(table, torch.tensor([rows - 1, 0], dtype=torch.int32, device=ops.device))
+    x, sumsq, _ = ops.gather_rows("prefill", table, torch.tensor([rows - 1, 0], dtype=torch.int32, device=ops.device))
     assert (x[0] == 2).all()
     assert sumsq.flatten().tolist() == [4.0 * hidden_size, 0.0]
 
@@ -139,21 +143,22 @@ def test_a_launch_from_a_thread_that_has_not_met_the_gpu(gpu_ops: GpuOps) -> Non
     ops = gpu_ops("smollm2-135m")
     table = torch.randn(777, ops.config.hidden_size, device=ops.device).bfloat16()
     indices = torch.randint(777, (65,), device=ops.device, dtype=torch.int32)
-    x, sumsq = ops.gather_rows(table, indices)
+    x, sumsq, _ = ops.gather_rows("prefill", table, indices)
     out, sumsq_out = torch.full_like(x, NAN), torch.full_like(sumsq, NAN)
     torch.cuda.synchronize()
     arguments: dict[str, Any] = {"table": table, "table_rows": 777, "indices": indices}
     arguments |= {"out": out, "sumsq_out": sumsq_out}
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(ops._gather_rows.kernel.launch, (65, 1, 1), **arguments).result()
+        pool.submit(ops._gather_rows["prefill"].kernel.launch, (65, 1, 1), **arguments).result()
     torch.cuda.synchronize()
     assert torch.equal(out, x)
     assert torch.equal(sumsq_out, sumsq)
 
 
-def test_reference_gather() -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_reference_gather(phase: Phase) -> None:
     config = load_config("smollm2-135m")
-    check_gather(ReferenceOps(config), config.hidden_size, 17)
+    check_gather(ReferenceOps(config), config.hidden_size, 17, phase)
 
 
 def test_reference_argmax() -> None:
@@ -165,9 +170,10 @@ def test_reference_argmax() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_has_legal_specs(name: str) -> None:
     plan = make_plan(load_config(name), "bf16")
-    assert f"k{plan.gather_rows.k}_" in plan.gather_rows.name
+    for gather in plan.gather_rows.values():
+        assert f"k{gather.k}_" in gather.name
     assert f"v{plan.argmax.vocab_size}_" in plan.argmax.name
-    for spec in (plan.gather_rows, plan.argmax):
+    for spec in (*plan.gather_rows.values(), plan.argmax):
         assert spec.threads % 32 == 0
         assert spec.shared_bytes == 0
 
@@ -199,16 +205,18 @@ class RecordingKernel:
         self.launches.append((grid, arguments))
 
 
-def test_launches() -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_launches(residual: bool) -> None:
     """Every parameter of the ABI once, one block a row."""
-    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64)), RecordingKernel(ArgmaxSpec(100))
+    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64, residual)), RecordingKernel(ArgmaxSpec(100))
     table, indices = torch.zeros(10, 64, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
-    x, sumsq = GatherRows(gather)(table, indices)  # type: ignore[arg-type]
+    x, sumsq, stream = GatherRows(gather)(table, indices)  # type: ignore[arg-type]
     ((grid, arguments),) = gather.launches
     assert grid == (5, 1, 1)
     assert list(arguments) == [param.name for param in gather.spec.params]
     assert arguments["table_rows"] == 10
-    assert (arguments["out"], arguments["sumsq_out"]) == (x, sumsq)
+    assert (arguments["out"], arguments["sumsq_out"], arguments.get("residual", x)) == (x, sumsq, stream)
+    assert (stream is x) != residual
 
     winners = Argmax(argmax)(torch.zeros(3, 128)[:, :100])  # type: ignore[arg-type]
     ((grid, arguments),) = argmax.launches
@@ -220,7 +228,7 @@ def test_launches() -> None:
 
 def test_nothing_to_do_launches_nothing() -> None:
     gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64)), RecordingKernel(ArgmaxSpec(100))
-    x, sumsq = GatherRows(gather)(torch.zeros(9, 64).bfloat16(), torch.zeros(0, dtype=torch.int32))  # type: ignore[arg-type]
+    x, sumsq, _ = GatherRows(gather)(torch.zeros(9, 64).bfloat16(), torch.zeros(0, dtype=torch.int32))  # type: ignore[arg-type]
     assert (x.shape, sumsq.shape) == ((0, 64), (0, 1))
     assert Argmax(argmax)(torch.zeros(0, 100)).shape == (0,)  # type: ignore[arg-type]
     assert gather.launches == argmax.launches == []

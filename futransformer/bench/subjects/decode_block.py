@@ -31,7 +31,7 @@ from futransformer.bench.shapes import decode_block_work, shape_config
 from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.ops.interface import Ops
+from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, row_sumsq
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -82,14 +82,17 @@ class DecodeInputs:
         self.layers = [NaturalBlock.random(config, device) for _ in range(layers)]
         self.caches = [self.paging.cache(config) for _ in range(layers)]
         self.x = random_tensor(batch, config.hidden_size, device=device)
-        self.sumsq = row_sumsq(self.x)
         self.rope_table = device_rope_table(config, context, device)
 
-    def walk(self, ops: Ops, packed: Sequence[LayerWeights], x: Tensor, sumsq: Tensor) -> tuple[Tensor, Tensor]:
-        """All layers of ours; x is overwritten."""
+    def stream(self) -> Stream:
+        """The rows as the first layer meets them."""
+        return Stream(self.x, row_sumsq(self.x), self.x.float())
+
+    def walk(self, ops: Ops, packed: Sequence[LayerWeights], stream: Stream) -> Stream:
+        """All layers of ours; the stream's residual is overwritten."""
         for weights, cache in zip(packed, self.caches, strict=True):
-            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
-        return x, sumsq
+            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+        return stream
 
     def torch_call(self) -> Callable[[Tensor, NaturalBlock, Cache], Tensor]:
         """Compiled PyTorch for one layer."""
@@ -111,17 +114,17 @@ class DecodeInputs:
             for pages in (cache.k_pages, cache.v_pages):
                 pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] = torch.nan
 
-    def reference_walk(self, dtype: torch.dtype, x: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+    def reference_walk(self, dtype: torch.dtype, x: Tensor, layers: int) -> Stream:
         """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
 
         It stores the new tokens' K and V there, rounded to BF16, as every call does.
         """
         ops = ReferenceOps(self.config, device=self.device, dtype=dtype)
-        x, sumsq = x.to(dtype, copy=True), row_sumsq(x)
+        stream = Stream(x.to(dtype), row_sumsq(x), x.to(torch.float32, copy=True))
         for layer, cache in zip(self.layers[:layers], self.caches[:layers], strict=True):
             weights = layer.packed(self.config, ops, "decode")
-            x, sumsq = llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
-        return x, sumsq
+            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+        return stream
 
 
 class DecodeProblem:
@@ -137,19 +140,18 @@ class DecodeProblem:
 
     def ours(self, ops: Ops) -> Contender:
         """Our kernels: a walk over all layers is a chain, a replay several walks."""
-        inputs, packed, stream = self.inputs, self.packed, self.inputs.x.clone()
+        inputs, packed, stream = self.inputs, self.packed, self.inputs.stream()
 
         def walk() -> None:
-            stream.copy_(inputs.x)
+            stream.residual.copy_(inputs.x)
             with ops.chain():
-                inputs.walk(ops, packed, stream, inputs.sumsq)
+                inputs.walk(ops, packed, stream)
 
         def outputs() -> Sequence[Tensor]:
             cache = inputs.caches[0]
             pages = cache.k_pages, cache.v_pages
-            x = inputs.x.clone()
             inputs.poison(1)
-            return [llama_block(ops, packed[0], x, inputs.sumsq, inputs.rows, inputs.rope_table, *pages)[0]]
+            return [llama_block(ops, packed[0], inputs.stream(), inputs.rows, inputs.rope_table, *pages).x]
 
         return self._per_layer(walk, outputs)
 
@@ -166,7 +168,7 @@ class DecodeProblem:
     def expected(self) -> Sequence[Expected]:
         """The references' answers for the first layer."""
         exact, same = (
-            self.inputs.reference_walk(dtype, self.inputs.x, 1)[0] for dtype in (torch.float32, torch.bfloat16)
+            self.inputs.reference_walk(dtype, self.inputs.x, 1).x for dtype in (torch.float32, torch.bfloat16)
         )
         return [Expected(exact, same)]
 

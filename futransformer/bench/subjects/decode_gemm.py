@@ -69,6 +69,9 @@ def open_chain(shape: str, batch: int, bench: Bench) -> Problem:
     streams = [part.stream_calls(ops) for part in parts]
     chain = [partial(_in_turn, calls) for calls in zip(*streams, strict=True)]
 
+    def outputs() -> Sequence[torch.Tensor]:
+        return [tensor for part in parts for tensor in part.our_outputs(ops)]
+
     def products() -> Contender:
         copies = [part.copies() for part in parts]
         calls = [
@@ -81,7 +84,7 @@ def open_chain(shape: str, batch: int, bench: Bench) -> Problem:
 
     return Problem(
         work=work,
-        ours=graphed(chain, lambda: [tensor for part in parts for tensor in part.our_outputs(ops)], floor),
+        ours=graphed(chain, outputs, floor, ops.chain()),
         rivals={"torch-bf16": products},
         expected=lambda: [want for part in parts for want in part.expected()],
     )

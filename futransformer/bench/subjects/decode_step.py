@@ -55,8 +55,8 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
     floor = work.floor_seconds(bench.ceilings)
 
     def our_logits() -> Tensor:
-        x, sumsq = inputs.walk(ops, packed, *ops.gather_rows(embedding, tokens))
-        return ops.lm_head("decode", x, sumsq, packed_head)
+        stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
+        return ops.lm_head("decode", stream.x, stream.sumsq, packed_head)
 
     def our_step() -> Tensor:
         with ops.chain():
@@ -70,8 +70,9 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
     def expected() -> Sequence[Expected]:
         answers = []
         for dtype in (torch.float32, torch.bfloat16):
-            x, sumsq = inputs.reference_walk(dtype, embedding[tokens.long()], config.num_hidden_layers)
-            answers.append(ReferenceOps(config, device=device, dtype=dtype).lm_head("decode", x, sumsq, head))
+            stream = inputs.reference_walk(dtype, embedding[tokens.long()], config.num_hidden_layers)
+            reference = ReferenceOps(config, device=device, dtype=dtype)
+            answers.append(reference.lm_head("decode", stream.x, stream.sumsq, head))
         return [Expected(answers[0], answers[1])]
 
     def compiled_torch() -> Contender:

@@ -45,5 +45,5 @@ def gathered_wrong(library: KernelLibrary) -> int:
     """Launch the simplest kernel: how many gathered elements differ from the table's."""
     table = random_tensor(64, library.config.hidden_size, device=library.device)
     indices = torch.randperm(64, dtype=torch.int32, device=library.device)
-    gathered, _ = library.gather_rows(table, indices)
+    gathered = library.gather_rows("prefill", table, indices).x
     return int((gathered != table[indices.long()]).sum())

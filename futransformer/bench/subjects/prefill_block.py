@@ -20,7 +20,7 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import block_gemm_work, prefill_attention_work, shape_config
 from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
-from futransformer.ops.interface import Ops
+from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, row_sumsq
 
 # Eight prompts as a server meets them, 4096 tokens in all; 1247 x 8 would be 2.4 times as many with padding.
@@ -58,16 +58,20 @@ class Inputs:
         self.rows = self.prompts.prefill_pass()
         self.k_pages, self.v_pages = (self.prompts.empty_pages(config) for _ in range(2))
 
-    def run_layer(self, ops: Ops, weights: LayerWeights, x: Tensor, sumsq: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer of ours; x is overwritten."""
-        pages = self.k_pages, self.v_pages
-        return llama_block(ops, weights, x, sumsq, self.rows, self.rope_table, *pages)
+    def stream(self, dtype: torch.dtype = torch.bfloat16) -> Stream:
+        """A copy of the rows, with their sums of squares."""
+        x = self.x.to(dtype, copy=True)
+        return Stream(x, self.sumsq, x)
+
+    def run_layer(self, ops: Ops, weights: LayerWeights, stream: Stream) -> Stream:
+        """One layer of ours; the stream is overwritten."""
+        return llama_block(ops, weights, stream, self.rows, self.rope_table, self.k_pages, self.v_pages)
 
     def outputs(self, ops: Ops, weights: LayerWeights) -> Sequence[Tensor]:
         """One checked call of ours: only what it writes can make the pages finite."""
         for pages in (self.k_pages, self.v_pages):
             pages.fill_(torch.nan)
-        return [self.run_layer(ops, weights, self.x.clone(), self.sumsq)[0]]
+        return [self.run_layer(ops, weights, self.stream()).x]
 
     def expected(self) -> Sequence[Expected]:
         """The references' answers for the first layer, on pages of their own."""
@@ -76,8 +80,7 @@ class Inputs:
             reference = ReferenceOps(self.config, device=self.device, dtype=dtype)
             pages = [self.prompts.empty_pages(self.config).to(dtype) for _ in range(2)]
             weights = self.layers[0].packed(self.config, reference, "prefill")
-            x = self.x.to(dtype, copy=True)
-            answers.append(llama_block(reference, weights, x, self.sumsq, self.rows, self.rope_table, *pages)[0])
+            answers.append(llama_block(reference, weights, self.stream(dtype), self.rows, self.rope_table, *pages).x)
         return [Expected(answers[0], answers[1])]
 
 
@@ -102,15 +105,15 @@ def open_case(shape: str, lengths: tuple[int, ...], bench: Bench) -> Problem:
 
 def our_stream(ops: Ops, inputs: Inputs, packed: Sequence[LayerWeights]) -> Callable[[], None]:
     """Layer after layer on one residual stream, which starts anew every REFRESH layers."""
-    x, sumsq, turn = inputs.x.clone(), inputs.sumsq, 0
+    stream, turn = inputs.stream(), 0
 
     def run() -> None:
-        nonlocal sumsq, turn
+        nonlocal stream, turn
         if turn % REFRESH == 0:
-            x.copy_(inputs.x)
-            sumsq = inputs.sumsq
+            stream.x.copy_(inputs.x)
+            stream = stream._replace(sumsq=inputs.sumsq)
         with ops.chain():
-            _, sumsq = inputs.run_layer(ops, packed[turn % len(packed)], x, sumsq)
+            stream = inputs.run_layer(ops, packed[turn % len(packed)], stream)
         turn += 1
 
     return run

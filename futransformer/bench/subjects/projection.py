@@ -44,6 +44,8 @@ class ProjectionInputs:
         self.natural = random_weight(config, op, self.device)
         self.x = random_tensor(rows, k, device=self.device)
         self.residual = random_tensor(rows, config.hidden_size, device=self.device)
+        if phase == "decode":
+            self.residual = self.residual.float()
         if op in ("qkv", "gate_up"):
             parts = sumsq_parts(bench.library(shape), self.residual, phase)
             self.sumsq = self.x.float().square().view(rows, parts, -1).sum(-1)
@@ -72,8 +74,8 @@ class ProjectionInputs:
         if self.op == "gate_up":
             return [ops.gate_up(self.phase, self.x, self.sumsq, weight)]
         if self.op == "o":
-            return [ops.o(self.phase, self.x, weight, residual)[0]]
-        return [ops.down(self.phase, self.x, weight, residual)[0]]
+            return [ops.o(self.phase, self.x, weight, residual).x]
+        return [ops.down(self.phase, self.x, weight, residual).x]
 
     def outputs(self, ops: Ops, weight: Tensor) -> Sequence[Tensor]:
         """Make one call on fresh copies, outputs poisoned; K and V are gathered from their slots."""
@@ -103,7 +105,8 @@ class ProjectionInputs:
 
     def _reference(self, ops: ReferenceOps, weight: Tensor) -> Sequence[Tensor]:
         if self.op != "qkv":
-            return self.call(ops, weight, self.residual.to(ops.dtype, copy=True))
+            stream = ops.dtype if self.phase == "prefill" else torch.float32
+            return self.call(ops, weight, self.residual.to(stream, copy=True))
         ours = self.k_pages, self.v_pages
         self.k_pages, self.v_pages = (pages.to(ops.dtype, copy=True) for pages in ours)
         try:
@@ -132,8 +135,8 @@ class ProjectionInputs:
     def stream_calls(self, ops: Ops) -> list[Callable[[], object]]:
         """One call of ours a weight.
 
-        What o and down add in place to their residual stops growing, at some hundred times a single call's, when BF16
-        has no digits left for another: it stays finite, and as random as it was.
+        What o and down add in place to their residual grows with the number of calls, in BF16 until it has no digits
+        left for another: it stays finite, and as random as it was.
         """
         first, residual = self.packed(ops), self.residual.clone()
         weights = (first, *(first.clone() for _ in range(self.sets - 1)))
@@ -172,5 +175,6 @@ class ProjectionInputs:
 def sumsq_parts(ops: KernelLibrary, residual: Tensor, phase: Phase) -> int:
     """How many partial sums a row the op before a norm hands over: asked of the op itself, on zeros."""
     n, k = projections(ops.config)["o"]
-    weight = ops.pack("o", phase, residual.new_zeros(n, k))
-    return ops.o(phase, residual.new_zeros(residual.shape[0], k), weight, torch.zeros_like(residual))[1].shape[1]
+    weight = torch.zeros(n, k, dtype=torch.bfloat16, device=residual.device)
+    x = weight.new_zeros(residual.shape[0], k)
+    return ops.o(phase, x, ops.pack("o", phase, weight), torch.zeros_like(residual)).sumsq.shape[1]

@@ -11,10 +11,9 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
-// chain.begin<Lanes>(r, valid) and chain.apply(row, r, column, values), which do both. `valid` is false for rows past
-// the end of the problem: nothing is read or written for them. Sums are taken in a fixed order, so results do not depend
-// on timing. Only the RoPE table is read through the non-coherent cache: all else may come from a kernel that was
-// still running when this one started.
+// chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
+// or written for them. Sums are taken in a fixed order, so results do not depend on timing. Only the RoPE table is read
+// through the non-coherent cache: all else may come from a kernel that was still running when this one started.
 #pragma once
 
 #include "numeric.cuh"
@@ -275,34 +274,77 @@ struct Store : Operation {
   }
 };
 
-// BF16 store, and the sum of squares of what was stored: the next RMSNorm's statistics.
-template <int Columns, int Parts>
-struct StoreSumSquares : Operation {
-  bf16* out;         // [rows, Columns]
+// Partial sums of squares of a row: the next RMSNorm's statistics.
+template <int Parts>
+struct SumSquares : Operation {
   float* sumsq_out;  // [rows, Parts]
 
   struct Row {
     float sum;
   };
 
-  CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : out(target), sumsq_out(sums) {}
+  CUTLASS_DEVICE explicit SumSquares(float* sums) : sumsq_out(sums) {}
 
   template <int Lanes, int Loads = 1>
   CUTLASS_DEVICE Row begin(int, bool, Nothing) const {
     return {0.f};
   }
-  CUTLASS_DEVICE void apply(Row& state, Nothing, int row, int column, float (&values)[8]) const {
-    uint4 const word = pack_bf16x8(values);
-    *reinterpret_cast<uint4*>(out + size_t(row) * Columns + column) = word;
-    float stored[8];
-    unpack_bf16x8(word, stored);
+  CUTLASS_DEVICE static void add(Row& state, float const (&values)[8]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) state.sum = fmaf(stored[i], stored[i], state.sum);
+    for (int i = 0; i < 8; ++i) state.sum = fmaf(values[i], values[i], state.sum);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {
     float const sum = sum_over_lanes<Lanes>(state.sum);
     if (valid && threadIdx.x % Lanes == 0) sumsq_out[size_t(row) * Parts + part] = sum;
+  }
+};
+
+// BF16 store, and the sum of squares of what was stored.
+template <int Columns, int Parts>
+struct StoreSumSquares : SumSquares<Parts> {
+  using typename SumSquares<Parts>::Row;
+  bf16* out;  // [rows, Columns]
+
+  CUTLASS_DEVICE StoreSumSquares(bf16* target, float* sums) : SumSquares<Parts>(sums), out(target) {}
+  CUTLASS_DEVICE void apply(Row& state, Nothing, int row, int column, float (&values)[8]) const {
+    uint4 const word = pack_bf16x8(values);
+    *reinterpret_cast<uint4*>(out + size_t(row) * Columns + column) = word;
+    float stored[8];
+    unpack_bf16x8(word, stored);
+    this->add(state, stored);
+  }
+};
+
+// A residual stream in float32, in place: no addition is rounded. `out` is what the next GEMM reads of it, in BF16; the
+// sum of squares is that of the stream itself.
+template <int Columns, int Parts>
+struct ResidualFloat : SumSquares<Parts> {
+  using typename SumSquares<Parts>::Row;
+  float* residual;  // [rows, Columns]
+  bf16* out;        // [rows, Columns]
+
+  static constexpr int kOperands = 8, kPeriod = Columns;
+  struct Operands {
+    float4 added[2];
+  };
+
+  CUTLASS_DEVICE ResidualFloat(float* stream, bf16* target, float* sums)
+      : SumSquares<Parts>(sums), residual(stream), out(target) {}
+  CUTLASS_DEVICE Operands load(Row const&, int row, int column) const {
+    float4 const* const stream = reinterpret_cast<float4 const*>(residual + size_t(row) * Columns + column);
+    return {{stream[0], stream[1]}};
+  }
+  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[8]) const {
+    float4 const(&added)[2] = operands.added;
+    float const stream[8] = {added[0].x, added[0].y, added[0].z, added[0].w,
+                             added[1].x, added[1].y, added[1].z, added[1].w};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) values[i] += stream[i];
+    size_t const first = size_t(row) * Columns + column;
+    store_f32x8(residual + first, values);
+    store_bf16x8(out + first, values);
+    this->add(state, values);
   }
 };
 
@@ -312,9 +354,7 @@ struct StoreFloat : Operation {
 
   CUTLASS_DEVICE explicit StoreFloat(float* target) : out(target) {}
   CUTLASS_DEVICE void apply(Nothing, Nothing, int row, int column, float (&values)[8]) const {
-    float4* target = reinterpret_cast<float4*>(out + size_t(row) * Columns + column);
-    target[0] = make_float4(values[0], values[1], values[2], values[3]);
-    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+    store_f32x8(out + size_t(row) * Columns + column, values);
   }
 };
 
@@ -385,10 +425,6 @@ struct Chain<First, Rest...> {
       first.apply(state.first, operands.first, row, column, values);
       rest.apply(state.rest, operands.rest, row, column, values);
     }
-  }
-  template <int Width>
-  CUTLASS_DEVICE void apply(Row& state, int row, int column, float (&values)[Width]) const {
-    apply(state, load(state, row, column), row, column, values);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {

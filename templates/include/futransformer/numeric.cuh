@@ -40,6 +40,13 @@ CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
   __stcg(reinterpret_cast<uint4*>(target), pack_bf16x8(values));
 }
 
+// Eight floats, two 16-byte accesses.
+CUTLASS_DEVICE void store_f32x8(float* target, float const (&values)[8]) {
+  float4* const fours = reinterpret_cast<float4*>(target);
+  fours[0] = make_float4(values[0], values[1], values[2], values[3]);
+  fours[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
 // 2^x in one special-function instruction; results below 2^-126 are zero, 2^-inf included.
 CUTLASS_DEVICE float exp2_flush(float x) {
   float power;

@@ -10,12 +10,14 @@
 
 namespace futransformer {
 
-// out[i] = table[indices[i]], sumsq_out[i] = its sum of squares. Columns % 8 == 0, rows 16-byte aligned.
+// out[i] = table[indices[i]], sumsq_out[i] = its sum of squares, and residual[i] (if given) = the same row in float32.
+// Columns % 8 == 0, rows 16-byte aligned.
 template <int Columns, int Threads>
 struct GatherRows {
   static constexpr int kVectors = Columns / 8;
 
-  CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out) {
+  CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out,
+                                 float* residual = nullptr) {
     allow_next_kernel();
     wait_for_previous_kernel();
     size_t const row = blockIdx.x;
@@ -30,12 +32,11 @@ struct GatherRows {
     for (int vector = threadIdx.x; vector < kVectors; vector += Threads) {
       uint4 const word = inside ? source[vector] : make_uint4(nan, nan, nan, nan);
       target[vector] = word;
-      uint32_t const pairs[4] = {word.x, word.y, word.z, word.w};
+      float values[8];
+      unpack_bf16x8(word, values);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        sum = fmaf(bf16_low(pairs[i]), bf16_low(pairs[i]), sum);
-        sum = fmaf(bf16_high(pairs[i]), bf16_high(pairs[i]), sum);
-      }
+      for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+      if (residual) store_f32x8(residual + row * Columns + 8 * vector, values);
     }
 
     __shared__ float warp_sums[Threads / 32];
