@@ -168,9 +168,9 @@ class ReferenceOps:
 
     def _add_linear(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
         """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
-        stored = residual.to(torch.float32 if phase == "decode" else self.dtype)
-        stored.copy_(F.linear(x.float(), weight.float()).add_(residual))
-        return Stream(stored.to(self.dtype), row_sumsq(stored), stored)
+        added = F.linear(x.float(), weight.float()).add_(residual)
+        stored = residual.to(torch.float32 if phase == "decode" else self.dtype).copy_(added)
+        return Stream(stored.to(self.dtype), row_sumsq(added), stored)
 
     def _gather_pages(self, pages: Tensor, block_row: Tensor, length: int) -> Tensor:
         """The first ``length`` tokens of one sequence, [kv heads, length, D] float32; unused slots are never read."""
@@ -199,7 +199,7 @@ def rotate_pairs(features: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def row_sumsq(x: Tensor) -> Tensor:
-    """Sum of squares of each stored row, in one part: float32 [T, 1]."""
+    """Sum of squares of each row, in one part: float32 [T, 1]."""
     return x.float().square().sum(1, keepdim=True)
 
 

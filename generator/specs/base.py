@@ -125,7 +125,7 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     "swiglu": (),
     # BF16 out [rows, columns]
     "store": (pointer("out", "cutlass::bfloat16_t"),),
-    # BF16 out and the partial sums of squares of what was stored, sumsq_out [rows, parts]
+    # BF16 out and the partial sums of squares of what was rounded for it, sumsq_out [rows, parts]
     "store_sumsq": (pointer("out", "cutlass::bfloat16_t"), pointer("sumsq_out", "float")),
     # float32 out [rows, N]
     "store_f32": (pointer("out", "float"),),

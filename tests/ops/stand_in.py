@@ -76,12 +76,14 @@ class StandInKernel:
             arguments["q"].copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state))
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
-            stream = self.ops.o(phase, x, logical, arguments["residual"].clone())
+            residual = arguments["residual"].clone()
+            stream = self.ops.o(phase, x, logical, residual.clone())
             if phase == "decode":
                 arguments["residual"].copy_(stream.residual)
             arguments["out"].copy_(stream.x)
             width = spec.tile.n if isinstance(spec, GemmSpec) else spec.n // spec.sumsq_parts
-            parts = [part.float().square().sum(1) for part in torch.split(stream.residual, width, 1)]
+            added = F.linear(x.float(), logical) + residual
+            parts = [part.square().sum(1) for part in torch.split(added, width, 1)]
             arguments["sumsq_out"].copy_(torch.stack(parts, 1))
         elif spec.op == "gate_up":
             arguments["out"].copy_(self.ops.gate_up("prefill", x, arguments["sumsq"], logical))

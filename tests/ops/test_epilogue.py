@@ -137,9 +137,10 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
         worst = ((actual - want).abs() - unit * want.abs() - 2.0**-20 * want.abs().max()).max()
         assert worst <= 0, f"{name} is off by {worst:.3e}"
     if problem.op in ("o", "down"):
-        out = written["out" if phase == "prefill" else "residual"][: problem.rows].float()
+        added = F.linear(problem.x.float(), problem.logical.float())
+        added += problem.residual if phase == "prefill" else problem.residual_f32
         width = spec.block_rows if isinstance(spec, DecodeGemmSpec) else spec.tile.n
-        parts = torch.stack([part.square().sum(1) for part in torch.split(out, width, 1)], 1)
+        parts = torch.stack([part.square().sum(1) for part in torch.split(added, width, 1)], 1)
         torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0)
         assert written["sumsq_out"][problem.rows :].isnan().all()
 

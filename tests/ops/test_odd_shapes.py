@@ -173,7 +173,7 @@ class TailProblem:
         assert largest_error(out, exact) <= limit
         assert worst_block(out, exact) <= 4 * rounding
         if self.spec.op == "o":
-            parts = torch.stack([part.square().sum(1) for part in torch.split(out, self.spec.tile.n, 1)], 1)
+            parts = torch.stack([part.square().sum(1) for part in torch.split(exact, self.spec.tile.n, 1)], 1)
             torch.testing.assert_close(outputs["sumsq_out"], parts, rtol=1e-5, atol=0)
 
 
