@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .precision import Precision
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
@@ -14,7 +12,8 @@ from .specs.decode_gemm import ROW_TILE
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
-MAX_ROWS = 2**31 - 1  # the bucket of a prefill GEMM that serves any number of rows
+FEW_ROWS = (64, 128, 256)  # the most rows that a prefill GEMM of few rows serves
+MAX_ROWS = 2**31 - 1  # and one of any number
 
 # Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
 MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
@@ -41,35 +40,36 @@ def gemm_specs(
 ) -> dict[int, GemmSpec]:
     """The prefill GEMMs of one projection, by the largest number of rows that each serves.
 
-    Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, and
-    as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above, ``_large``. A row
-    of the table (default: the shipped one) for the shape and number of rows comes before any rule.
+    Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, or
+    half, and as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above,
+    ``_large``. A row of the table (default: the shipped one) for the shape and number of rows comes before any rule.
     """
     table = table or shipped_table()
     tuned = table.find(op, precision.prefill.name, n, k)
 
-    def spec(bucket: int, choose: Callable[[str, int, int, Precision, int], _Schedule]) -> GemmSpec:
-        row = tuned.get(None if bucket == MAX_ROWS else bucket)
-        schedule = row or choose(op, n, k, precision, table.multiprocessors)
+    def spec(schedule: _Schedule) -> GemmSpec:
         return GemmSpec(op, precision.prefill, n, k, **schedule, heads=heads)
 
-    small, medium, large = spec(64, _small), spec(256, _medium), spec(MAX_ROWS, _large)
-    blocks = -(-n // medium.tile.n) * 2 * medium.splits
-    waves = blocks / table.multiprocessors
-    if 256 not in tuned and (waves > 4 or (medium.tile, medium.splits) == (large.tile, 1)):
-        medium = large  # with so many waves the last one matters little
-    return {64: small, 256: medium, MAX_ROWS: large}
+    large = spec(tuned.get(None) or _large(op, n, k, precision))
+    specs = {}
+    for rows in FEW_ROWS:
+        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, precision, table.multiprocessors, rows))
+        tiles_m = -(-rows // few.tile.m)
+        waves = -(-n // few.tile.n) * tiles_m * few.splits / table.multiprocessors
+        same = (few.tile, few.splits) == (large.tile, 1)
+        if rows > 64 and rows not in tuned and (waves > 4 or same):
+            specs[rows] = large  # with so many waves the last one matters little
+    return {**specs, MAX_ROWS: large}
 
 
-def _few_rows(
-    op: str, n: int, k: int, precision: Precision, multiprocessors: int, tiles_m: int, tile_m: int
-) -> _Schedule:
-    """The tile width and split of K that give the shortest waves of blocks.
+def _few_rows(op: str, n: int, k: int, precision: Precision, multiprocessors: int, rows: int) -> _Schedule:
+    """The tile width and split of K that give the shortest waves of blocks; a tile has 64 rows, or up to 128.
 
     A block's time a column of K is that of its products (2048 multiply-adds a clock) or of its operands' way into
     shared memory (64 bytes a clock), whichever is longer. To exchange the sums of a split takes about 3000 clocks.
     """
-    group = 64 if op == "gate_up" else 32
+    group, tile_m = 64 if op == "gate_up" else 32, min(rows, 128)
+    tiles_m = -(-rows // tile_m)
 
     def clocks(choice: tuple[int, int]) -> tuple[float, int, int]:
         width, splits = choice
@@ -82,17 +82,7 @@ def _few_rows(
     return deepest(precision.prefill, Tile(tile_m, width, 64), (1, 1, splits), "cooperative")
 
 
-def _small(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
-    """Up to 64 rows: one row of wgmma."""
-    return _few_rows(op, n, k, precision, multiprocessors, tiles_m=1, tile_m=64)
-
-
-def _medium(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
-    """Up to 256 rows: two tiles of 128."""
-    return _few_rows(op, n, k, precision, multiprocessors, tiles_m=2, tile_m=128)
-
-
-def _large(op: str, n: int, k: int, precision: Precision, multiprocessors: int) -> _Schedule:
+def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic

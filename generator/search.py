@@ -21,7 +21,8 @@ BUCKETS: dict[
     int | None, tuple[int, ...]
 ] = {  # most rows that a kernel serves (None: any) -> the numbers to time it at
     64: (16, 64),
-    256: (128, 256),
+    128: (128,),
+    256: (256,),
     None: (2048, 8192),
 }
 

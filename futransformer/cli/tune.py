@@ -158,7 +158,7 @@ def _run(args: argparse.Namespace, sweep: Sweep, built: LoadedKernels, device: A
             sweep,
             args.config,
             library,
-            lambda spec: Kernel(spec, *built[spec.name], device),
+            lambda spec: Kernel(spec, *built[spec.name], device, library.launch_chain),
             harness,
             measure_ceilings(harness, device),
             seconds=args.seconds,

@@ -1,8 +1,10 @@
 """Candidates against the kernel that is used now: checked on poisoned outputs, then timed together, at some rows each.
 
-Everything is as in the benchmark: cold weights, contenders interleaved in shuffled order, medians. Few rows are timed
-in a graph. Many rows are timed in bursts, and the best few of those again sustained, at the power cap, where the order
-may be another. A candidate's time is told relative to the incumbent's, as the geometric mean over rows and regimes.
+Everything is as in the benchmark: cold weights, contenders interleaved in shuffled order, medians. Up to 256 rows calls
+are timed in a graph, as the model runs them: a chain of launches, each of which may start while the one before still
+runs, so that what a kernel does at its start and end counts for what it costs there. Where arithmetic decides, from 256
+rows on, they are timed in bursts, and the best few again sustained, at the power cap, where the order may be another. A
+candidate's time is told relative to the incumbent's, as the geometric mean over rows and regimes.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from futransformer.bench.case import Ceilings, Contender, Regime
+from futransformer.bench.case import Ceilings, Contender
 from futransformer.bench.check import judge
+from futransformer.bench.graphs import graphed, rotating
 from futransformer.bench.harness import Harness
 from futransformer.bench.runner import WANTED_SECONDS, Bench
 from futransformer.bench.shapes import gemm_work
-from futransformer.bench.subjects.gemm import COMPUTE_ROWS
+from futransformer.bench.subjects.gemm import graph_floor, regimes
 from futransformer.bench.subjects.projection import ProjectionInputs
 from futransformer.driver import Kernel
 from futransformer.generator.errors import FuTransformerError
@@ -160,7 +163,7 @@ def _time_rows(
     """The times of a call at this many rows, of every candidate that computes the right thing."""
     op: Projection = result.place.op  # type: ignore[assignment]
     inputs = ProjectionInputs(bench, shape, op, rows, "prefill")
-    floor = None if rows >= COMPUTE_ROWS else gemm_work(inputs.config, op, rows).floor_seconds(bench.ceilings)
+    floor = graph_floor(gemm_work(inputs.config, op, rows), rows, bench.ceilings)
     expected = inputs.expected()
     weights = [inputs.packed(bench.library(shape)) for _ in range(inputs.sets)]
     contenders: dict[str, Contender] = {}
@@ -175,18 +178,18 @@ def _time_rows(
             named[spec.name] = spec
         except (FuTransformerError, RuntimeError) as error:
             result.refused[spec.name] = f"{rows} rows: {str(error).strip().partition(chr(10))[0]}"
-    regimes: tuple[Regime, ...] = ("burst", "sustained") if floor is None else ("steady",)
+    told = regimes(rows)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for regime in regimes:
+    for regime in told:
         if result.incumbent.name not in contenders:
             return {}
-        share = max(seconds / len(regimes), LEAST_SECONDS)
+        share = max(seconds / len(told), LEAST_SECONDS)
         timings = harness.measure(regime, contenders, min(share, WANTED_SECONDS[regime]))
         for name, timing in timings.items():
             times[name].append(timing.median)
         best = sorted(contenders, key=lambda name: timings[name].median)[:FINALISTS]
         contenders = {n: c for n, c in contenders.items() if n in best or n == result.incumbent.name}
-    return {named[name]: values for name, values in times.items() if len(values) == len(regimes)}
+    return {named[name]: values for name, values in times.items() if len(values) == len(told)}
 
 
 def _contender(
@@ -195,4 +198,6 @@ def _contender(
     """Calls that walk over the weights, which all candidates read in one packing."""
     residual = inputs.residual.clone()
     calls: list[Callable[[], object]] = [partial(inputs.call, library, weight, residual) for weight in weights]
-    return inputs.timed(calls, list, floor)
+    if floor is None:
+        return Contender(run=rotating(calls), outputs=list)
+    return graphed(calls, list, floor, library.chain())

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from futransformer.bench.case import Case, HostCase, Problem
+from futransformer.bench.case import Case, Ceilings, HostCase, Problem
 from futransformer.bench.check import judge, judge_rival
 from futransformer.bench.llama import Paging, Prompts, to_pair_order
 from futransformer.bench.rivals import quack
 from futransformer.bench.runner import Bench
-from futransformer.bench.shapes import shape_config
+from futransformer.bench.shapes import gemm_work, shape_config
 from futransformer.bench.subjects import (
     SUBJECTS,
     attention_decode,
@@ -31,6 +31,7 @@ from futransformer.generator.errors import UnsupportedError
 from tests.bench.conftest import CpuBench
 
 SMALL = "smollm2-135m"
+CEILINGS = Ceilings(read_tbps=4.4, fp8_tflops=1500.0, bf16_tflops=800.0)  # as an H200 measures them
 OPENED: dict[str, Callable[[Bench], Problem]] = {
     "gateup_swiglu": partial(gateup_swiglu.open_case, SMALL, 24),
     **{f"gemm/{op}": partial(gemm.open_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
@@ -146,6 +147,28 @@ def test_the_agreed_cases_exist() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("rows", "graphed", "told"),
+    [
+        (128, True, {"steady"}),
+        (256, True, {"burst", "sustained"}),
+        (512, True, {"burst", "sustained"}),
+        (1024, False, {"burst", "sustained"}),
+        (8192, False, {"burst", "sustained"}),
+    ],
+)
+def test_launches_decide_the_graph_and_arithmetic_the_regimes(rows: int, graphed: bool, told: set[str]) -> None:
+    work = gemm_work(shape_config("8b"), "o", rows)
+    assert set(gemm.regimes(rows)) == told
+    assert gemm.graph_floor(work, rows, CEILINGS) == (work.floor_seconds(CEILINGS) if graphed else None)
+    # An H200's memory is the slower of the two exactly where the regime is steady.
+    assert (work.bytes / CEILINGS.read_tbps > work.flops / CEILINGS.bf16_tflops) == (told == {"steady"})
+    for case in subject_cases("gemm"):
+        if case.name.endswith(f"M={rows}"):
+            assert isinstance(case, Case)
+            assert set(case.regimes) == told
+
+
 def test_an_unknown_subject_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="choose from: gateup_swiglu"):
         subject_cases("decode_blok")
@@ -153,7 +176,7 @@ def test_an_unknown_subject_is_refused() -> None:
 
 def test_work_of_the_published_cases() -> None:
     """The floors that the plan quotes for an H200: an 8B layer of 436 MB at 4.5 TB/s, and its KV."""
-    from futransformer.bench.shapes import decode_block_work, gemm_work, prefill_attention_work  # noqa: PLC0415
+    from futransformer.bench.shapes import decode_block_work, prefill_attention_work  # noqa: PLC0415
 
     config = shape_config("8b")
     assert decode_block_work(config, 1, 1024).bytes / 4.5e12 == pytest.approx(98e-6, rel=0.01)

@@ -22,6 +22,7 @@ from futransformer.build.manifest import (
 )
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.errors import ArtifactError, BuildError
+from futransformer.generator.specs import ABI_VERSION
 from tests.build.conftest import FakeNvcc, TinySpec, render_tiny
 
 SPECS = (TinySpec("one"), TinySpec("two" * 100))
@@ -73,7 +74,7 @@ def no_registers(data: dict[str, Any]) -> None:
     ("change", "words"),
     [
         (set_schema, "has schema 2, this version reads schema 1"),
-        (set_abi, "was built for kernel ABI 2, this version has ABI 1"),
+        (set_abi, f"was built for kernel ABI {ABI_VERSION + 1}, this version has ABI {ABI_VERSION}"),
         (drop_threads, "has no int called 'threads'"),
         (text_for_number, "has no int called 'shared_bytes'"),
         (flat_cluster, "'cluster' must be three integers"),

@@ -239,8 +239,9 @@ def test_the_number_of_rows_chooses_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     plan = make_plan(load_config("llama-3.1-8b"), "bf16").prefill["o"]
     kernels = {rows: Launched(spec) for rows, spec in plan.items()}
     op = gemm.PrefillGemm(dict(reversed(kernels.items())))  # type: ignore[arg-type]
-    assert list(kernels) == [64, 256, MAX_ROWS]
-    for rows, bucket in ((1, 64), (64, 64), (65, 256), (256, 256), (257, MAX_ROWS), (100_000, MAX_ROWS)):
+    assert list(kernels) == [64, 128, 256, MAX_ROWS]
+    edges = ((1, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256), (257, MAX_ROWS), (100_000, MAX_ROWS))
+    for rows, bucket in edges:
         before = len(kernels[bucket].grids)
         op.launch(torch.empty(rows, 4096, device="meta"), torch.empty(0))
         assert len(kernels[bucket].grids) == before + 1
@@ -292,7 +293,7 @@ def test_few_rows_fill_the_card() -> None:
     """At 8B's shapes no projection of up to 256 rows leaves a fifth of the multiprocessors idle in a single wave."""
     plan = make_plan(load_config("llama-3.1-8b"), "bf16")
     for op, by_rows in plan.prefill.items():
-        for rows in (64, 256):
+        for rows in (64, 128, 256):
             spec = by_rows[rows]
             blocks = -(-spec.n // spec.tile.n) * -(-rows // spec.tile.m) * spec.splits
             waves = -(-blocks // 132)

@@ -44,11 +44,16 @@ class Clock:
 
 
 class TellingHarness(Harness):
-    """Tells the clock when it is timing."""
+    """Tells the clock when it is timing, and remembers the regimes and how many contended in each."""
 
     clock: Clock
 
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.asked: list[tuple[Regime, int]] = []
+
     def measure(self, regime: Regime, contenders: Mapping[str, Contender], seconds: float) -> dict[str, Timing]:
+        self.asked.append((regime, len(contenders)))
         self.clock.timing = True
         try:
             return super().measure(regime, contenders, seconds)
@@ -147,6 +152,52 @@ def test_a_gain_within_the_noise_changes_nothing(
     outcome = run(small_sweep, library, clock, {specs[1].name: 0.995 * NOW})
     assert outcome.changes() == {}
     assert "; what is used now stays" in measure.describe(outcome.results[-1])
+
+
+@pytest.mark.parametrize(
+    ("bucket", "rows", "graphed", "told"),
+    [
+        (128, 128, True, ["steady"]),
+        (256, 256, True, ["burst", "sustained"]),
+        (None, 1024, False, ["burst", "sustained"]),
+    ],
+)
+def test_places_are_timed_as_the_benchmark_times_them(
+    monkeypatch: pytest.MonkeyPatch,
+    library: KernelLibrary,
+    clock: Clock,
+    bucket: int | None,
+    rows: int,
+    graphed: bool,
+    told: list[Regime],
+) -> None:
+    captured, chains = graphs.captured, []
+
+    def watched(calls: Sequence[Callable[[], object]], floor: float, chain: Any) -> tuple[Callable[[], None], int]:
+        chains.append(chain)
+        return captured(calls, floor, chain)
+
+    monkeypatch.setattr(graphs, "captured", watched)
+    monkeypatch.setattr(measure, "BUCKETS", {bucket: (rows,)})
+    whole = sweep.make_sweep(TINY, "bf16", shipped_table(), ["down"], measure.FINALISTS + 3)
+    places = {place: specs for place, specs in whole.candidates.items() if place.rows == bucket}
+    harness = TellingHarness(clock)
+    measure.run_sweep(
+        sweep.Sweep(whole.config, whole.precision, whole.table, places),
+        "tiny",
+        library,
+        lambda spec: cast(Kernel, TimedKernel(spec, clock, NOW, None)),
+        harness,
+        CEILINGS,
+        seconds=1000,
+        say=lambda _: None,
+    )
+    assert [regime for regime, _ in harness.asked] == told
+    contenders = 1 + len(next(iter(places.values())))
+    assert harness.asked[0][1] == contenders
+    assert all(count in (measure.FINALISTS, measure.FINALISTS + 1) for _, count in harness.asked[1:])
+    assert len(chains) == (contenders if graphed else 0)
+    assert all(chain is library.launch_chain for chain in chains)
 
 
 def zero_a_row(out: Tensor) -> None:

@@ -1,7 +1,9 @@
 """gemm/{8b,70b}/{qkv,o,gate_up,down}/bf16/M=...: a prefill projection with its whole epilogue.
 
 ``torch-bf16`` is ``torch.mm`` alone, without any epilogue; ``torch-bf16-epilogue`` compiled code for the same work.
-Below ``COMPUTE_ROWS`` rows memory and launches decide: calls are then graphed, and timed in one regime.
+Two limits, for two questions. How calls are launched: below ``HOST_ROWS`` rows a launch is a good part of a call, so
+calls are replayed from a graph, ours as a chain. In which regimes they are timed: from ``ARITHMETIC_ROWS`` rows on
+arithmetic decides and power limits it, so in bursts and sustained; below, memory decides, and they are timed steadily.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from futransformer.bench.case import COMPUTE_BOUND, MEMORY_BOUND, Case, Contender, Problem
+from futransformer.bench.case import COMPUTE_BOUND, MEMORY_BOUND, Case, Ceilings, Contender, Problem, Regime, Work
 from futransformer.bench.rivals import torch_bf16
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import BLOCK_OPS, gemm_work
 from futransformer.bench.subjects.projection import ProjectionInputs
 from futransformer.ops.interface import Projection
 
-COMPUTE_ROWS = 1024
+HOST_ROWS = 1024  # 8B's shortest projection then takes 45 us
+ARITHMETIC_ROWS = 256  # operations a byte of BF16 weights; an H200 has 180 (800 TFLOP/s, 4.4 TB/s), 128 rows lie below
 ROWS = (16, 64, 256, 512, 2048, 8192, 16384)
 DEFAULT_ROWS = (16, 64, 256, 2048, 8192)
 
@@ -30,7 +33,7 @@ def cases() -> Sequence[Case]:
         Case(
             f"gemm/{shape}/{op}/bf16/M={rows}",
             "TFLOP/s",
-            COMPUTE_BOUND if rows >= COMPUTE_ROWS else MEMORY_BOUND,
+            regimes(rows),
             partial(open_case, shape, op, rows),
             default=shape == "8b" and rows in DEFAULT_ROWS,
         )
@@ -40,11 +43,21 @@ def cases() -> Sequence[Case]:
     ]
 
 
+def regimes(rows: int) -> tuple[Regime, ...]:
+    """What is told of this many rows."""
+    return COMPUTE_BOUND if rows >= ARITHMETIC_ROWS else MEMORY_BOUND
+
+
+def graph_floor(work: Work, rows: int, ceilings: Ceilings) -> float | None:
+    """The least time of a call that is replayed from a graph, which that is sized by; None: the host launches it."""
+    return None if rows >= HOST_ROWS else work.floor_seconds(ceilings)
+
+
 def open_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
     """Draw inputs; every contender has the same number of distinct weights."""
     inputs = ProjectionInputs(bench, shape, op, rows, "prefill")
     work = gemm_work(inputs.config, op, rows)
-    floor = None if rows >= COMPUTE_ROWS else work.floor_seconds(bench.ceilings)
+    floor = graph_floor(work, rows, bench.ceilings)
 
     def product() -> Contender:
         weights = inputs.copies()
