@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .precision import Precision
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .schedules import ScheduleTable, deepest, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
-from .specs.decode_gemm import ROW_TILE
+from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
@@ -24,6 +26,7 @@ MAX_STAGE_K = 512
 COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 KB 64.1 us, 4 KB 57.6, 8 KB 57.8)
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
+ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
@@ -152,31 +155,30 @@ def _clustered(
 ) -> DecodeGemmSpec:
     """A cluster, for 9 to 32 sequences: x by lanes.
 
-    Four warps of three or four row tiles, which have the registers for it, load their own x, and the ring holds weights
-    alone, which are there before the previous kernel is done. All blocks run at once, so the next kernel starts with
-    this one; after qkv comes attention, whose blocks would take the places of the last, and it waits until a ring is
-    left to load (8B at 32 sequences, a layer: 1 us). Where there is a multiprocessor for every block, a ring of more
-    than half of one keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for
-    seven stages in down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the
-    ring 60.3). Up to 16 sequences by analogy: 8 and 32 gain from it.
+    Four warps of all row tiles load their own x, each element once, and the ring holds weights alone, which are there
+    before the previous kernel is done. All blocks run at once, so the next kernel starts with this one; after qkv comes
+    attention, whose blocks would take the places of the last, and it waits until a ring is left to load (8B at 32
+    sequences, a layer: 1 us). Then blocks of attention start beside them, if they leave it registers (with one row of
+    warps instead of two: 1.5 us). Where there is a multiprocessor for every block, a ring of more than half of one
+    keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for seven stages in
+    down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the ring 60.3).
     """
     bits = precision.decode.bits
-    warp_rows = -(-row_tiles // 4)
-    warp_split = 4 // warp_rows
+    warps = 4
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
     alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
     room = SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - BESIDE_BYTES if alone else shared_share(2)
     fit = (room - _inbox(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
     stages = max(2, min(fit, -(-k // (split_k * stage_k))))
-    return DecodeGemmSpec(
+    spec = DecodeGemmSpec(
         op,
         precision.decode,
         n,
         k,
         batch_tile,
         row_tiles,
-        warp_rows,
-        warp_split,
+        1,
+        warps,
         split_k,
         stages,
         stage_k,
@@ -184,6 +186,10 @@ def _clustered(
         LANES_AHEAD,
         next_at="lead" if op == "qkv" else "start",
     )
+    if op != "qkv" or spec.blocks_per_sm > 1:
+        return spec
+    on_scheduler = -(-(warps + 1) // SCHEDULERS)  # of a block's warps
+    return replace(spec, max_registers=(SCHEDULER_REGISTERS - ATTENTION_REGISTERS) // on_scheduler // 8 * 8)
 
 
 def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:

@@ -178,6 +178,11 @@ class KernelSpec:
         return 1
 
     @property
+    def bounds(self) -> str:
+        """What the compiler derives the most registers of a thread from."""
+        return f"__launch_bounds__({self.threads}, {self.blocks_per_sm})"
+
+    @property
     def cluster(self) -> tuple[int, int, int]:
         """Blocks a cluster."""
         return (1, 1, 1)

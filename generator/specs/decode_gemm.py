@@ -13,8 +13,8 @@ LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
 _GROUP_K = 32  # k that 16 bytes of activations a lane cover: the least a warp advances by
 _ACTIVATION_BYTES = 2
-_SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
-_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
+SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
+SCHEDULER_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
 
 
@@ -27,7 +27,8 @@ class DecodeGemmSpec(KernelSpec):
     share a stage by row tiles and by k. Each lane loads its activations ``x_ahead`` stages ahead; if that is 0, they
     travel in the ring instead. The sums of all warps and blocks are added in a fixed order. ``next_at`` says when the
     next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
-    (``lead``). With ``rotate`` clusters begin at different stages of k and walk around.
+    (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
+    0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -49,6 +50,7 @@ class DecodeGemmSpec(KernelSpec):
     x_ahead: int = 0
     next_at: str = "end"
     rotate: bool = False
+    max_registers: int = 0
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
@@ -71,6 +73,11 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.stages >= 2, "a ring needs two stages")
         self.require(self.x_ahead >= 0, "x_ahead is a number of stages, or 0 for x in the ring")
         self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
+        self.require(self.max_registers % 8 == 0, "max_registers must be a multiple of 8: so they are handed out")
+        self.require(
+            self.max_registers == 0 or self.blocks_per_sm == 1,
+            "max_registers belong to a block that has no second of its kind on a multiprocessor",
+        )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
     @property
@@ -126,7 +133,8 @@ class DecodeGemmSpec(KernelSpec):
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
-            f"_{self.next_at}{'_rotate' * self.rotate}_{'_'.join(self.epilogue)}"
+            f"_{self.next_at}{'_rotate' * self.rotate}"
+            f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}"
         )
 
     @property
@@ -173,10 +181,15 @@ class DecodeGemmSpec(KernelSpec):
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
-            warps = -(-blocks * (self.warps + 1) // _SCHEDULERS)  # on the fullest scheduler
-            return warps * registers <= _REGISTERS and self.shared_bytes <= shared_share(blocks)
+            warps = -(-blocks * (self.warps + 1) // SCHEDULERS)  # on the fullest scheduler
+            return warps * registers <= SCHEDULER_REGISTERS and self.shared_bytes <= shared_share(blocks)
 
         return next((blocks for blocks in ((3, 2) if self.batch_tile == 8 else (2,)) if fit(blocks)), 1)
+
+    @property
+    def bounds(self) -> str:
+        """See KernelSpec.bounds; the compiler takes one of the two."""
+        return f"__maxnreg__({self.max_registers})" if self.max_registers else super().bounds
 
     @property
     def sumsq_parts(self) -> int:

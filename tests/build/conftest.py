@@ -18,7 +18,7 @@ from futransformer.generator.specs import KernelSpec, Param
 FAKE_NVCC = r"""#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = --version ]; then cat "$here/version.txt"; exit; fi
-name=$(tr '\n' ' ' < kernel.cu | sed 's/.*extern "C" __global__ void//; s/__launch_bounds__([^)]*)//; s/^ *//; s/(.*//')
+name=$(tr '\n' ' ' < kernel.cu | sed 's/.*extern "C" __global__ void//; s/__[a-z_]*__([^)]*)//; s/^ *//; s/(.*//')
 echo "$name" >> "$here/calls.txt"
 env > "$here/environment.txt"
 printf '%s\n' "$@" > "$here/arguments.txt"

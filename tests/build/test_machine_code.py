@@ -20,6 +20,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.specs import GemmSpec, KernelSpec
+from futransformer.generator.specs.decode_gemm import SCHEDULER_REGISTERS
 from tests.ops.models import TAILS
 
 SomeSpec = TypeVar("SomeSpec", bound=KernelSpec)
@@ -49,6 +50,7 @@ PLANNED = (
     *LARGE.prefill["gate_up"].values(),
     LARGE.prefill["down"][MAX_ROWS],
     LARGE.attention_prefill,
+    LARGE.decode["qkv"][32],
     LARGE.decode["gate_up"][32],
     LARGE.attention_decode,
 )
@@ -93,6 +95,14 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
     resources = record.resources
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert resources.registers * spec.threads * spec.blocks_per_sm <= 65_536
+
+
+@pytest.mark.compile
+def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord]) -> None:
+    """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
+    warps = [LARGE.decode["qkv"][32]] * 2 + [LARGE.attention_decode]
+    taken = sum(-(-built[spec.name].resources.registers // 8) * 8 for spec in warps)  # handed out by eights
+    assert taken <= SCHEDULER_REGISTERS
 
 
 def test_every_kind_of_kernel_and_every_epilogue_is_among_them() -> None:

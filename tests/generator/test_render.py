@@ -36,14 +36,12 @@ print(*(f"{name}={digest}" for name, digest in sorted(digests.items())))
 """
 
 
-def signature(source: str) -> tuple[str, tuple[int, int], list[str]]:
-    """The entry's name, its launch bounds and its parameters' declarations, as they stand in the source."""
-    found = re.findall(
-        r'^extern "C" __global__ void __launch_bounds__\((\d+), (\d+)\)\n(\w+)\(([^)]*)\) \{$', source, re.MULTILINE
-    )
+def signature(source: str) -> tuple[str, str, list[str]]:
+    """The entry's name, its bounds and its parameters' declarations, as they stand in the source."""
+    found = re.findall(r'^extern "C" __global__ void (__\w+__\([^)]*\))\n(\w+)\(([^)]*)\) \{$', source, re.MULTILINE)
     assert len(found) == 1, "one entry a source"
-    threads, blocks, name, parameters = found[0]
-    return name, (int(threads), int(blocks)), [line.strip() for line in parameters.split(",")]
+    bounds, name, parameters = found[0]
+    return name, bounds, [line.strip() for line in parameters.split(",")]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -52,7 +50,9 @@ def test_every_source_has_its_specs_signature(model: str, precision: str) -> Non
     for spec in kernel_specs(CONFIGS[model], precision):
         source = render(spec)
         expected = [param.declaration for param in spec.params]
-        assert signature(source) == (spec.name, (spec.threads, spec.blocks_per_sm), expected)
+        launch = f"__launch_bounds__({spec.threads}, {spec.blocks_per_sm})"
+        registers = getattr(spec, "max_registers", 0)
+        assert signature(source) == (spec.name, f"__maxnreg__({registers})" if registers else launch, expected)
         assert source.startswith(f"// {spec.name}\n")
         assert source.endswith("}\n")
         assert not re.search(r"\{[{%#]|[%#}]\}\}|[ \t]$", source, re.MULTILINE), "template syntax or trailing blanks"

@@ -132,7 +132,7 @@ int main() {
   check<64, 2112, 8, 2, 1, 8, 1, 5, 256, 4, NextAt::Start>(5);  // the last round of stages and the last stage both short
   check<64, 2048, 8, 4, 2, 4, 2, 3, 128, 2, NextAt::Lead>(7);   // warps that share row tiles, a cluster, x by lanes
   check<128, 1408, 32, 4, 1, 4, 2, 5, 128, 3>(29);              // 32 sequences, x by lanes, a round that ends early
-  check<192, 1408, 32, 6, 2, 2, 2, 4, 128, 1, NextAt::Start>(32);  // six row tiles as they are planned
+  check<192, 1408, 32, 6, 1, 4, 2, 4, 128, 2, NextAt::Lead>(32);   // six row tiles as they are planned
   check<128, 2048, 16, 4, 1, 4, 4, 4, 128, 2, NextAt::Start>(11);  // a cluster of four whose slices fit the ring
   check<64, 256, 8, 1, 1, 8, 1, 2, 512, 2>(6);                  // one stage, less than lanes ask for ahead
   check<256, 704, 32, 4, 2, 2, 2, 4, 64, 0, NextAt::Lead, true>(17);  // walks of k from different stages, with a short one

@@ -325,14 +325,14 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("op", "schedule"),
     [
-        ("qkv", (6, 128, 2, 2, 2, 4, 2, "lead", False)),
+        ("qkv", (6, 128, 1, 4, 2, 4, 2, "lead", False)),
         ("o", (4, 128, 1, 4, 2, 7, 2, "start", False)),
         ("gate_up", (7, 128, 7, 1, 1, 3, 0, "lead", True)),
         ("down", (4, 128, 1, 4, 2, 7, 2, "start", False)),
     ],
 )
 def test_the_fastest_layer_measured_is_planned(op: str, schedule: tuple[int | str, ...]) -> None:
-    """8B at 32 sequences, 147 us: the rule gives what won."""
+    """8B at 32 sequences, 144 us: the rule gives what won."""
     spec = make_plan(load_config("llama-3.1-8b"), "bf16").decode[op][32]
     rows = spec.row_tiles, spec.stage_k, spec.warp_rows, spec.warp_split
     assert (*rows, spec.split_k, spec.stages, spec.x_ahead, spec.next_at, spec.rotate) == schedule
@@ -363,6 +363,8 @@ def test_clusters_up_to_32_sequences_read_x_by_lanes(model: str) -> None:
         ({"stage_k": 96}, "stage_k must be a multiple of 64"),
         ({"stages": 1}, "two stages"),
         ({"x_ahead": -1}, "x_ahead is a number of stages"),
+        ({"max_registers": 100}, "a multiple of 8"),
+        ({"max_registers": 128}, "no second of its kind"),
         ({"next_at": "late"}, "next_at must be start, lead or end"),
         ({"stages": 64}, "shared memory"),
         ({"heads": Heads(9, 3, 64)}, "heads"),

@@ -45,7 +45,6 @@ FAULTS = (
     Fault("copy_past_end", "memcheck", required=False),
     Fault("shared_race", "racecheck", required=True),
     Fault("unawaited_copy", "racecheck", required=False),
-    Fault("one_lane", "racecheck", required=False),  # none: the sound ring, given back by one lane for its warp
     Fault("divergent_barrier", "synccheck", required=False),
     Fault("barrier_without_init", "synccheck", required=True),
 )
@@ -76,7 +75,7 @@ class PlantedSpec(KernelSpec):
 
     def context(self) -> dict[str, Any]:
         """See KernelSpec.context; ``ring``: whether the kernel is the ring of bulk copies."""
-        return super().context() | {"ring": self.fault in (SOUND, "copy_past_end", "unawaited_copy", "one_lane")}
+        return super().context() | {"ring": self.fault in (SOUND, "copy_past_end", "unawaited_copy")}
 
 
 # Sound first: a fault may leave the context broken.

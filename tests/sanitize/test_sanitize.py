@@ -239,6 +239,6 @@ def test_planted_faults_survive_the_compiler() -> None:
     assert count("divergent_barrier", "BAR") == 1
     assert count("barrier_without_init", "SYNCS.ARRIVE") == 1
     assert count("barrier_without_init", "SYNCS.EXCH") == 0
-    for fault in ("none", "copy_past_end", "unawaited_copy", "one_lane"):
+    for fault in ("none", "copy_past_end", "unawaited_copy"):
         assert count(fault, "UBLKCP") > 0
         assert count(fault, "LDS") > 0
