@@ -63,7 +63,7 @@ def schedule(spec: KernelSpec) -> tuple[str, tuple[int, int, int]] | None:
 
 # Schedules that the two plans happen not to choose, each once.
 OTHERS = {schedule(spec): spec for spec in TAILS if schedule(spec) not in map(schedule, PLANNED)}
-CHOSEN = (*PLANNED, *OTHERS.values())
+CHOSEN = tuple(dict.fromkeys((*PLANNED, *OTHERS.values())))  # numbers of rows may share a kernel
 
 
 @pytest.fixture(scope="module")
