@@ -36,6 +36,7 @@ from futransformer.ops.interface import Projection
 from futransformer.tune.sweep import Sweep
 
 GAIN = 0.01  # what a candidate must win: two sets of bursts of one kernel differ by up to half of that
+GAIN_OF_FEW_ROWS = 0.03  # and in a bucket of few rows, where it is a kernel more to build, some eight seconds
 FINALISTS = 4  # of a burst, that are timed sustained as well
 LEAST_SECONDS = 0.5  # for one set of contenders; the harness takes its minimum number of turns anyway
 
@@ -52,7 +53,8 @@ class Result:
     @property
     def winner(self) -> GemmSpec:
         """The best candidate where it wins enough, else the incumbent."""
-        return self.times[0][0] if self.times and self.times[0][1] < 1 - GAIN else self.incumbent
+        least = GAIN if self.place.rows is None else GAIN_OF_FEW_ROWS
+        return self.times[0][0] if self.times and self.times[0][1] < 1 - least else self.incumbent
 
 
 @dataclass
