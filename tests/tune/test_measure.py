@@ -157,10 +157,10 @@ def test_a_gain_that_is_not_worth_it_changes_nothing(
     """Within the noise for any number of rows; for few rows, where it costs a kernel more, below three per cent."""
     place, specs = place_of(small_sweep, rows)
     outcome = run(small_sweep, library, clock, {specs[1].name: kept * NOW})
-    assert outcome.changes() == {}
+    assert place not in outcome.changes()
     result = next(result for result in outcome.results if result.place == place)
     assert "; what is used now stays" in measure.describe(result)
-    assert list(run(small_sweep, library, clock, {specs[1].name: replaced * NOW}).changes()) == [place]
+    assert place in run(small_sweep, library, clock, {specs[1].name: replaced * NOW}).changes()
 
 
 @pytest.mark.parametrize(
