@@ -113,31 +113,40 @@ def near_tie(logits: Tensor) -> bool:
     return bool(top[0] - top[1] < 2.0**-7 * top[0].abs())
 
 
-def agreement_row(ours: Llama, reference: Llama, prompts: list[list[int]], batch: int, name: str) -> dict[str, Any]:
-    """Generation by ours, ``batch`` prompts at a time, and ours teacher-forced on the reference's text."""
+def agreement_row(
+    ours: Llama, reference: Llama, exact: Llama, prompts: list[list[int]], batch: int, name: str
+) -> dict[str, Any]:
+    """Generation by ours, ``batch`` prompts at a time, and ours teacher-forced on the reference's text.
+
+    What the float32 reference would have chosen there tells how often rounding alone decides.
+    """
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    differing = outside = same_text = compared = 0
+    differing = outside = same_text = compared = ours_not_exact = reference_not_exact = 0
     for group in groups:
         texts = reference.generate(group, NEW_TOKENS, eos_token_ids=[])
         free = ours.generate(group, NEW_TOKENS, eos_token_ids=[])
         same_text += sum(a == b for a, b in zip(texts, free, strict=True))
-        our_logits, their_logits = ours.prefill(group), reference.prefill(group)
+        our_logits, their_logits, exact_logits = (model.prefill(group) for model in (ours, reference, exact))
         for step in range(NEW_TOKENS):
             for row, text in enumerate(texts):
                 compared += 1
-                if int(our_logits[row].argmax()) != text[step]:
+                chosen, unrounded = int(our_logits[row].argmax()), int(exact_logits[row].argmax())
+                ours_not_exact += chosen != unrounded
+                reference_not_exact += text[step] != unrounded
+                if chosen != text[step]:
                     differing += 1
                     outside += not near_tie(their_logits[row])
             if step + 1 < NEW_TOKENS:
                 column = [text[step] for text in texts]
-                our_logits, their_logits = ours.decode(column), reference.decode(column)
-        ours.keep([])
-        reference.keep([])
+                our_logits, their_logits, exact_logits = (model.decode(column) for model in (ours, reference, exact))
+        for model in (ours, reference, exact):
+            model.keep([])
     return {
         "case": f"generate/{name}/bf16/prompts={len(prompts)}/new={NEW_TOKENS}/B={batch}",
         "ours": differing,
         "unit": f"differing argmax of {compared}, teacher-forced on the reference's text",
         "differing_outside_near_ties": outside,
+        "differing_from_float32": {"ours": ours_not_exact, "reference": reference_not_exact},
         "identical_free_texts": f"{same_text} of {len(prompts)}",
     }
 
@@ -161,5 +170,5 @@ def rows(model: Path, text: Path, kernels: Path | None) -> list[dict[str, Any]]:
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     return [
         *perplexity_rows(ours, rounding, exact, tokens, name),
-        *(agreement_row(ours, rounding, prompts, batch, name) for batch in (1, len(prompts))),
+        *(agreement_row(ours, rounding, exact, prompts, batch, name) for batch in (1, len(prompts))),
     ]

@@ -68,7 +68,9 @@ def test_each_row_compares_the_same_windows(rounding: Llama, exact: Llama) -> No
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_model_agrees_with_itself(rounding: Llama, tiny_base_model: Path, batch: int) -> None:
-    row = accuracy.agreement_row(load(tiny_base_model, torch.bfloat16), rounding, PROMPTS, batch, "tiny")
+    same = (load(tiny_base_model, torch.bfloat16) for _ in range(2))
+    row = accuracy.agreement_row(next(same), rounding, next(same), PROMPTS, batch, "tiny")
+    assert row["differing_from_float32"] == {"ours": 0, "reference": 0}
     assert row["case"] == f"generate/tiny/bf16/prompts=3/new={NEW_TOKENS}/B={batch}"
     assert (row["ours"], row["differing_outside_near_ties"], row["identical_free_texts"]) == (0, 0, "3 of 3")
     assert row["unit"].startswith(f"differing argmax of {3 * NEW_TOKENS}, ")
@@ -76,14 +78,19 @@ def test_a_model_agrees_with_itself(rounding: Llama, tiny_base_model: Path, batc
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_difference_is_counted_and_near_ties_apart(
-    rounding: Llama, tiny_base_model: Path, batch: int, monkeypatch: pytest.MonkeyPatch
+    rounding: Llama, exact: Llama, tiny_base_model: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose logits are another's, moved by one token, never agrees with it."""
     moved = load(tiny_base_model, torch.bfloat16)
     head = {phase: weight.roll(1, 0) for phase, weight in moved.weights.lm_head.items()}
     moved.weights = replace(moved.weights, lm_head=head)
-    row = accuracy.agreement_row(moved, rounding, PROMPTS, batch, "tiny")
+    row = accuracy.agreement_row(moved, rounding, exact, PROMPTS, batch, "tiny")
     assert (row["ours"], row["identical_free_texts"]) == (3 * NEW_TOKENS, "0 of 3")
+    same = load(tiny_base_model, torch.bfloat16)
+    from_moved = accuracy.agreement_row(same, rounding, moved, PROMPTS, batch, "tiny")["differing_from_float32"]
+    assert from_moved == {"ours": 3 * NEW_TOKENS, "reference": 3 * NEW_TOKENS}
+    from_same = accuracy.agreement_row(moved, rounding, same, PROMPTS, batch, "tiny")["differing_from_float32"]
+    assert from_same == {"ours": 3 * NEW_TOKENS, "reference": 0}
     ties = 0
     for prompt, text in zip(PROMPTS, rounding.generate(PROMPTS, NEW_TOKENS, eos_token_ids=[]), strict=True):
         for step in range(NEW_TOKENS):
@@ -99,7 +106,7 @@ def test_every_difference_is_counted_and_near_ties_apart(
         return True
 
     monkeypatch.setattr(accuracy, "near_tie", always)
-    assert accuracy.agreement_row(moved, rounding, PROMPTS, batch, "tiny")["differing_outside_near_ties"] == 0
+    assert accuracy.agreement_row(moved, rounding, exact, PROMPTS, batch, "tiny")["differing_outside_near_ties"] == 0
     texts = rounding.generate(PROMPTS, NEW_TOKENS, eos_token_ids=[])
     assert sorted(asked) == sorted(token for text in texts for token in text)
 

@@ -239,7 +239,7 @@ def check_a_row_does_not_see_its_neighbours(ops: KernelLibrary, op: Projection, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "fewer"), [(64, 1), (256, 65), (400, 257)])
+@pytest.mark.parametrize(("rows", "fewer"), [(64, 1), (128, 65), (256, 129), (400, 257)])
 @pytest.mark.parametrize("op", PROJECTIONS)
 @pytest.mark.parametrize("model", prefill_gemm.MODELS)
 def test_a_row_of_the_prefill_does_not_see_its_neighbours(
