@@ -37,7 +37,7 @@ from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, 
 
 PROMPTS = ((0, 0), (1, 1), (65, 65), (17, 81), (129, 130), (3, 67))  # (queries, keys)
 LENGTHS = (0, 1, 63, 64, 65, 200)  # of the sequences of a decode batch
-PREFILL_ROWS = (17, 129, 300)  # for each of a projection's kernels; 300 are two tiles of 128 and a part
+MOST_ROWS = 300  # of a prefill: two tiles of 128 and a part
 EMPTY_ROWS = 3  # of a decode kernel's batch tile
 TAIL_ROWS = (127, 300)
 RING_TURNS = 8
@@ -87,9 +87,8 @@ def model_cases(ops: KernelLibrary) -> Iterator[Case]:
 
 
 def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
-    """Of PREFILL_ROWS one number for each kernel, the largest that it serves."""
-    buckets = ops.plan.prefill[op].items()
-    serving = {next(spec for most, spec in buckets if rows <= most): rows for rows in PREFILL_ROWS}
+    """One number for each kernel: one more than half of the most that it serves, as a bucket begins."""
+    serving = {spec: min(most // 2 + 1, MOST_ROWS) for most, spec in ops.plan.prefill[op].items()}
     return list(serving.values())
 
 

@@ -16,7 +16,9 @@ from futransformer.build.compile import build_kernels
 from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.plan import make_plan
+from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps
+from tests.ops.models import model_config
 from tests.ops.stand_in import CPU, StandInKernel
 from tests.ops.test_two_layers import TINY
 from tests.sanitize import cases, planted, remote, runner
@@ -197,6 +199,16 @@ def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch) ->
     lines = [line for line in cases.run_cases(cases.model_cases(ops), launches, 300) if "case" in line]
     assert [line["failure"] for line in lines] == [None] * len(lines)
     assert {name for line in lines for name in cast(dict[str, int], line["kernels"])} == {s.name for s in plan.specs()}
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b", "odd"])
+def test_every_prefill_kernel_has_a_number_of_rows(name: str) -> None:
+    plan = make_plan(model_config(name), "bf16")
+    ops: Any = SimpleNamespace(plan=plan)
+    for op, by_rows in plan.prefill.items():
+        rows = cases.rows_of_each_kernel(ops, cast(Projection, op))
+        served = {next(spec for most, spec in by_rows.items() if count <= most) for count in rows}
+        assert served == set(by_rows.values()), op
 
 
 @pytest.mark.usefixtures("answering")
