@@ -156,7 +156,7 @@ def _cache_list(args: argparse.Namespace) -> int:
         (
             entry.record.name
             if entry.record
-            else f"{entry.folder.parent.name} (unreadable: the next build replaces it)",
+            else f"{entry.folder.parent.name} (unreadable: of another version, or damaged)",
             entry.folder.name,
             entry.record.nvcc_version if entry.record else "",
             megabytes(entry.size_bytes),
