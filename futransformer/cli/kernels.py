@@ -89,7 +89,9 @@ def _generate(args: argparse.Namespace) -> int:
         (folder / f"{file_stem(spec.name)}.cu").write_text(render(spec), encoding="utf-8")
     command = shlex.join(["nvcc", *nvcc_options([settings.include_dir, Path("CUTLASS/include")])])
     print(f"{len(specs)} sources for {config.name}, {args.precision}, in {folder}")
-    print(f"To compile one by hand: {command} KERNEL.cu")
+    print(
+        f"To compile one by hand (CUTLASS/include: the headers that `futransformer doctor` names): {command} KERNEL.cu"
+    )
     return 0
 
 
