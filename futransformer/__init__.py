@@ -1,4 +1,4 @@
-"""FuTransformer: generated Hopper kernels for Llama-style models, a different quantisation for each phase.
+"""FuTransformer: generated Hopper kernels for Llama-style models, of their own for prefill and for decode.
 
 ``load_kernels(config, precision)`` gives a library of operations on torch tensors; ``Llama.from_pretrained(folder)`` a
 model that reads prompts and writes text; ``load_config`` reads a model's shape. Names are imported when they are first

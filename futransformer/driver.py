@@ -54,8 +54,8 @@ def require_hopper() -> torch.device:
     problem = hopper_problem()
     if problem is not None:
         raise DeviceError(
-            f"{problem}; use the CPU reference (ReferenceOps; run and perplexity have --reference), "
-            "or a machine with an H100 or H200"
+            f"{problem}; use the CPU reference (futransformer.reference.ReferenceOps(config); run and perplexity "
+            "have --reference), or a machine with an H100 or H200"
         )
     return torch.device("cuda", torch.cuda.current_device())
 

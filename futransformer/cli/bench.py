@@ -1,4 +1,4 @@
-"""The command that measures: ``bench SUBJECT...``, ``bench accuracy``, and ``bench report``.
+"""The command that measures: ``bench SUBJECT...``, ``bench accuracy``, ``bench list``, and ``bench report``.
 
 Rows go to one JSON file a subject; what was left out, and why, to standard error and into the file.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_SECONDS = 240.0  # a subject
-ACCURACY, REPORT = "accuracy", "report"
+ACCURACY, LIST, REPORT = "accuracy", "list", "report"
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -28,10 +28,15 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench = subparsers.add_parser(
         "bench",
         help="measure the kernels beside what else one could run, or report what was measured",
-        description="Each case is checked against the reference first, then timed beside its rivals in one process.",
+        description="Measure subjects: each case is checked against the reference first, then timed beside its rivals "
+        "in one process. Needs a Hopper GPU; list, report and the subject build do not.",
     )
     bench.add_argument(
-        "subjects", nargs="+", metavar="SUBJECT", help="what to measure, or: all; accuracy; report; list (the cases)"
+        "subjects",
+        nargs="+",
+        metavar="SUBJECT",
+        help="what to measure, the first part of the names that `bench list` prints; or alone: all (of them); accuracy "
+        "(on a model: --model and --text); list (print every case); report (the results, into docs/performance.md)",
     )
     bench.add_argument(
         "--only",
@@ -41,15 +46,18 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="cases with these parts in their names, such as 8b/*/M=16",
     )
     bench.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="budget a subject (default: 240)"
+        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="time for each subject (default: 240)"
     )
     bench.add_argument(
-        "--kernels", type=Path, metavar="DIR", help="a folder of exports, one a config's name (default: the cache)"
+        "--kernels",
+        type=Path,
+        metavar="DIR",
+        help="a folder of exports, each in a folder of its config's name (default: the cache)",
     )
-    bench.add_argument("--quick-rivals", action="store_true", help="rivals that can tune themselves do not")
+    bench.add_argument("--quick-rivals", action="store_true", help="do not let rivals tune themselves first")
     bench.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
     bench.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="of the results (default: benchmarks/results/CARD)"
+        "--output", type=Path, metavar="FOLDER", help="the results' folder (default: benchmarks/results/CARD)"
     )
     bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
     bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
@@ -62,20 +70,21 @@ def _bench(args: argparse.Namespace) -> int:
         raise InputError(f"--seconds must be positive, not {args.seconds:g}")
     if REPORT in args.subjects:
         return _report(args)
-    if "list" in args.subjects:
+    if LIST in args.subjects:
         return _list(args)
     if ACCURACY in args.subjects:
         return _accuracy(args)
     return _measure(args)
 
 
-def _alone(args: argparse.Namespace) -> None:
+def _alone(args: argparse.Namespace, action: str) -> None:
     if len(args.subjects) > 1:
-        raise InputError(f"bench {args.subjects[0]} stands alone; run it apart from {' '.join(args.subjects[1:])}")
+        others = " ".join(subject for subject in args.subjects if subject != action)
+        raise InputError(f"bench {action} stands alone; name it once, and run it apart from: {others or action}")
 
 
 def _report(args: argparse.Namespace) -> int:
-    _alone(args)
+    _alone(args, REPORT)
     from futransformer.bench import report, results  # noqa: PLC0415 - see futransformer.cli
 
     card = results.default_folder()
@@ -87,7 +96,7 @@ def _report(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from futransformer.bench.subjects import SUBJECTS, subject_cases  # noqa: PLC0415 - see futransformer.cli
 
-    _alone(args)
+    _alone(args, LIST)
     for subject in SUBJECTS:
         for case in subject_cases(subject):
             print(f"{case.name}{'' if case.default else '  (with --only)'}")
@@ -98,7 +107,7 @@ def _accuracy(args: argparse.Namespace) -> int:
     from futransformer.bench import accuracy, results  # noqa: PLC0415 - see futransformer.cli
     from futransformer.cli.model import model_folder  # noqa: PLC0415
 
-    _alone(args)
+    _alone(args, ACCURACY)
     if args.model is None or args.text is None:
         raise InputError("bench accuracy needs --model MODEL and --text FILE")
     where = results.environment(args.commit)

@@ -9,9 +9,11 @@ error.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from futransformer.build.compile import BuildEvent, build_kernels
@@ -25,8 +27,6 @@ from futransformer.generator.plan import kernel_specs
 from futransformer.tables import schedule_table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 PRECISION = "bf16"
@@ -61,6 +61,9 @@ def _demo(args: argparse.Namespace) -> int:
     _build_kernels()
     folder = _prepare_model()
     _write_text(folder, args.prompt, args.max_new_tokens)
+    activate = Path(sys.executable).with_name("activate")
+    if shutil.which("futransformer") is None and activate.is_file():
+        _say(f"\nThe commands below are found after: source {activate}")
     _say(
         f"\nNext: futransformer run {SMALL_MODEL} --prompt ..., futransformer build llama-3.1-8b, futransformer doctor"
     )

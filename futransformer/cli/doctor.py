@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _ROOM_BYTES = 1 << 30  # the kernels of a model take tens of MB; a compiler's temporary files as much a job
+_NO_GPU = "use a machine with an H100 or H200; without one the CPU reference runs models"
 _PURPOSES = ("generate", "build", "run")
 
 
@@ -273,7 +274,11 @@ def _driver(settings: BuildSettings) -> str:
 def _gpu(_: BuildSettings) -> str:
     hopper: list[str] = []
     others: list[str] = []
-    for ordinal in range(_cuda("cuDeviceGetCount")):
+    try:
+        count = _cuda("cuDeviceGetCount")
+    except _MissingError as missing:
+        raise _MissingError(f"not found without a driver that answers ({missing})", _NO_GPU) from None
+    for ordinal in range(count):
         device = _cuda("cuDeviceGet", ordinal)
         # a buffer of the length asked for: the name, a NUL, and whatever was in the buffer before
         name = _cuda("cuDeviceGetName", 128, device).partition(b"\0")[0].decode().strip()
@@ -285,7 +290,7 @@ def _gpu(_: BuildSettings) -> str:
     if not hopper:
         raise _MissingError(
             f"no Hopper GPU, only: {'; '.join(others)}" if others else "the driver finds no GPU",
-            "use a machine with an H100 or H200; without one the CPU reference runs models",
+            _NO_GPU,
         )
     return "; ".join(hopper)
 

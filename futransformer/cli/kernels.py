@@ -89,7 +89,9 @@ def _generate(args: argparse.Namespace) -> int:
         (folder / f"{file_stem(spec.name)}.cu").write_text(render(spec), encoding="utf-8")
     command = shlex.join(["nvcc", *nvcc_options([settings.include_dir, Path("CUTLASS/include")])])
     print(f"{len(specs)} sources for {config.name}, {args.precision}, in {folder}")
-    print(f"To compile one by hand: {command} KERNEL.cu")
+    print(
+        f"To compile one by hand (CUTLASS/include: the headers that `futransformer doctor` names): {command} KERNEL.cu"
+    )
     return 0
 
 
@@ -156,7 +158,7 @@ def _cache_list(args: argparse.Namespace) -> int:
         (
             entry.record.name
             if entry.record
-            else f"{entry.folder.parent.name} (unreadable: the next build replaces it)",
+            else f"{entry.folder.parent.name} (unreadable: of another version, or damaged)",
             entry.folder.name,
             entry.record.nvcc_version if entry.record else "",
             megabytes(entry.size_bytes),

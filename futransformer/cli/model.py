@@ -51,11 +51,13 @@ def add_parsers(subparsers: Subparsers) -> None:
         description="Measure how well a model predicts a text, in windows that do not overlap (docs/numerics.md).",
     )
     _add_model(perplexity)
-    perplexity.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: a page of our own)")
+    perplexity.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text to score (default: a page that comes with the package)"
+    )
     perplexity.add_argument(
         "--through", choices=tuple(DEFAULT_BATCH), default="prefill", help="the kernels to measure (default: prefill)"
     )
-    perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens a window (default: 1024)")
+    perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
     perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
     perplexity.add_argument(
         "--batch", type=int, metavar="N", help="windows at a time (default: 4 through prefill, 32 through decode)"

@@ -39,33 +39,43 @@ def add_parsers(subparsers: Subparsers) -> None:
     tune = subparsers.add_parser(
         "tune",
         help="find the fastest prefill GEMMs for a model on this card",
-        description="Compiles, checks and times schedules of the prefill GEMMs; later builds use what wins.",
+        description="Compile, check and time schedules of the prefill GEMMs; later builds use what wins.",
     )
     tune.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
     tune.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
-    tune.add_argument("--ops", default=DEFAULT_OPS, metavar="LIST", help=f"projections (default: {DEFAULT_OPS})")
+    tune.add_argument(
+        "--ops", default=DEFAULT_OPS, metavar="LIST", help=f"projections to tune (default: {DEFAULT_OPS})"
+    )
     tune.add_argument(
         "--candidates",
         type=int,
         default=DEFAULT_CANDIDATES,
         metavar="N",
-        help=f"for each projection and number of rows (default: {DEFAULT_CANDIDATES})",
+        help=f"schedules to try for each projection and number of rows (default: {DEFAULT_CANDIDATES})",
     )
     tune.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="of measuring, in all (default: 180)"
+        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="N", help="time for measuring, in all (default: 180)"
     )
     where = tune.add_mutually_exclusive_group()
-    where.add_argument("--build-only", type=Path, metavar="DIR", help="compile and export; needs no GPU")
-    where.add_argument("--kernels", type=Path, metavar="DIR", help="time what --build-only has exported; needs no nvcc")
+    where.add_argument("--build-only", type=Path, metavar="DIR", help="only compile, and export there; needs no GPU")
+    where.add_argument(
+        "--kernels", type=Path, metavar="DIR", help="only time what --build-only exported there; needs no nvcc"
+    )
     tune.add_argument(
         "--multiprocessors",
         type=int,
         metavar="N",
         help=f"of the card that --build-only is for (default: this machine's card, else {MULTIPROCESSORS})",
     )
-    tune.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: as cores and memory allow)")
     tune.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the table (default: this card's, in the cache folder)"
+        "--jobs", type=int, metavar="N", help="compilers at once (default: as cores and free memory allow)"
+    )
+    tune.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write the table (default: this card's, in the cache folder)",
     )
     tune.add_argument("--json", action="store_true", help="print JSON instead of text")
     tune.set_defaults(handler=_tune)
