@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .precision import Precision
+from .schedules import FEW_ROWS
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .schedules import ScheduleTable, deepest, shipped_table
@@ -14,8 +15,7 @@ from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
-FEW_ROWS = (64, 128, 256)  # the most rows that a prefill GEMM of few rows serves
-MAX_ROWS = 2**31 - 1  # and one of any number
+MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
 # Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
 MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
