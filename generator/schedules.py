@@ -6,8 +6,8 @@
            "cluster": [1, 2, 1], "stages": 4, "schedule": "cooperative", "raster": 8}]}
 ```
 
-``rows``: the most rows of x that the kernel serves, 64, 128 or 256, or null for any number; the cluster's third number splits K. The
-shipped table, gemm_table.json, is an H200's. `futransformer tune` writes such tables.
+``rows``: the most rows of x that the kernel serves, 64, 128 or 256, or null for any number; the cluster's third number
+splits K. The shipped table, gemm_table.json, is an H200's. `futransformer tune` writes such tables.
 """
 
 from __future__ import annotations
