@@ -22,6 +22,7 @@ struct StoreScaled {
 
   template <int Lanes, int>
   Row begin(int row, bool valid) const {
+    emulator::expect(emulator::current->waited, "the epilogue began before the kernel before was done");
     return {valid ? scales[row] : NAN, 0.f};
   }
   using Operands = float;
@@ -56,6 +57,7 @@ struct Guarded {
   }
   ~Guarded() { munmap(memory, room + page); }
   void* last(size_t bytes) const { return memory + room - bytes; }
+  void show(bool readable) const { mprotect(memory, room, readable ? PROT_READ | PROT_WRITE : PROT_NONE); }
 };
 
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
@@ -88,7 +90,13 @@ void check(int m) {
   CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
   auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
-  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
+  // x is there once the kernel before is done. In the emulator a thread that reads it sooner faults.
+  emulator::previous_kernel = [&](bool done) { x_memory.show(done); };
+  auto const run = [&] {
+    Gemm::run(source, weight.data(), m, epilogue);
+    emulator::expect(emulator::block->let_go == 1, "a block must let the next kernel start, and once");
+  };
+  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, run, Cluster);
 
   double worst = 0;
   for (int row = 0; row < m; ++row) {

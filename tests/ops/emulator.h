@@ -99,6 +99,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
   unsigned cluster_rounds = 0;  // barriers of the cluster that it has waited for
+  bool waited = false;          // for the kernel before
 };
 
 // Where the lanes of a warp meet: each leaves its operands, the last computes everybody's results.
@@ -121,6 +122,7 @@ struct Block {
   int alive = 0, at_barrier = 0;
   unsigned barrier_round = 0;
   std::vector<std::function<void()>> copies;  // in flight
+  int let_go = 0;                             // how often it has let the next kernel start
 };
 
 struct Cluster {
@@ -132,6 +134,7 @@ struct Cluster {
 inline Fiber* current = nullptr;
 inline Block* block = nullptr;
 inline std::function<void()> kernel;
+inline std::function<void(bool)> previous_kernel = [](bool) {};  // told whether it is done: once a thread waits for it
 inline ucontext_t scheduler;
 inline std::mt19937 random{1};
 
@@ -361,6 +364,7 @@ inline void run_turns(Block& running, int threads, int turns) {
 inline void run_cluster(Cluster& cluster, int threads) {
   int const blocks = cluster.blocks.size();
   cluster.alive = blocks * threads;
+  previous_kernel(false);
   for (auto& member : cluster.blocks) prepare(*member, threads);
   for (int rounds = 0; cluster.alive > 0; ++rounds) {
     expect(rounds < 10'000, "a block makes no progress");
@@ -468,6 +472,7 @@ struct SM90_TMA_LOAD_2D {
 };
 struct SM90_TMA_LOAD_3D {
   static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row, int group) {
+    emulator::expect(emulator::current->waited, "x was asked for before the kernel that writes it was done");
     emulator::copy_groups(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
                           static_cast<char*>(target), column, row, group);
   }
@@ -548,8 +553,11 @@ inline void store_in_block(float4 const& value, float* target,
                            cutlass::arch::ClusterTransactionBarrier const& arrived, int rank) {
   emulator::store_in_block(value, target, arrived.state, rank);
 }
-inline void wait_for_previous_kernel() {}  // a launch has no predecessor here
-inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() {
+  emulator::current->waited = true;
+  emulator::previous_kernel(true);
+}
+inline void allow_next_kernel() { ++emulator::block->let_go; }
 inline void load_bulk_once(void* target, void const* source, int bytes,
                            cutlass::arch::ClusterTransactionBarrier& full) {
   emulator::copy_bytes(target, source, bytes, full.state);
