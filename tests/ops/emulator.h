@@ -248,19 +248,22 @@ struct Barrier {
 };
 
 // One box by TMA, 128-byte swizzle, zeros outside of the matrix.
+// The source is read at once, as it may be: what is written after a copy was asked for must not be counted on.
 inline void copy_box(CUtensorMap const& map, Barrier* barrier, char* target, int column, int row) {
   expect(reinterpret_cast<uintptr_t>(target) % 1024 == 0, "a swizzled box must start at a multiple of 1024 bytes");
   int const bytes = map.box_rows * map.box_columns * 2;
   std::fill_n(reinterpret_cast<uint16_t*>(target), bytes / 2, 0x7fc1);  // NaN
-  block->copies.push_back([=] {
-    for (int r = 0; r < map.box_rows; ++r) {
-      for (int c = 0; c < map.box_columns; ++c) {
-        bool const inside = row + r >= 0 && row + r < map.rows && column + c < map.columns;
-        uint16_t const value = inside ? map.base[(long(row) + r) * map.columns + column + c] : 0;
-        int const offset = (r * map.box_columns + c) * 2;
-        std::memcpy(target + (offset ^ (offset >> 7 & 7) << 4), &value, 2);
-      }
+  std::vector<char> box(bytes);
+  for (int r = 0; r < map.box_rows; ++r) {
+    for (int c = 0; c < map.box_columns; ++c) {
+      bool const inside = row + r >= 0 && row + r < map.rows && column + c < map.columns;
+      uint16_t const value = inside ? map.base[(long(row) + r) * map.columns + column + c] : 0;
+      int const offset = (r * map.box_columns + c) * 2;
+      std::memcpy(&box[offset ^ (offset >> 7 & 7) << 4], &value, 2);
     }
+  }
+  block->copies.push_back([=] {
+    std::memcpy(target, box.data(), bytes);
     barrier->deliver(bytes);
   });
 }
