@@ -143,7 +143,7 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.Ca
         ({"rows": 5}, "'int' object"),
         ({"rows": [5]}, "'int' object"),
         (
-            {"rows": [*LOAD["rows"], {"case": "load/b", "ours": 1.0, "unit": "s", "spread": [1, 1]}]},
+            {"rows": [row("load/a"), {"case": "load/b", "ours": 1.0, "unit": "s", "spread": [1, 1]}]},
             "lacks percent_of_",
         ),
         ({"rows": [{"case": "load/b"}]}, r"lacks ours of rows\[0\], percent_of_ceiling of rows\[0\]"),
