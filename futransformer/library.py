@@ -31,6 +31,7 @@ from futransformer.ops.gemm import PrefillGemm
 from futransformer.ops.interface import PROJECTIONS, Phase, Projection, Stream
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
+from futransformer.ops.validate import check_phase
 from futransformer.packing import pack_decode, pack_prefill
 from futransformer.tables import exported_table, schedule_table
 
@@ -92,11 +93,13 @@ class KernelLibrary:
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
+        check_phase(f"pack {op}", phase)
         logical = logical.to(self.device, torch.bfloat16)
         return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
 
     def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
         """See Ops.gather_rows."""
+        check_phase("gather_rows", phase)
         return self._gather_rows[phase](table, indices)
 
     def qkv(

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .precision import Precision
+from .schedules import FEW_ROWS, ScheduleTable, deepest, shipped_table
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
-from .schedules import ScheduleTable, deepest, shipped_table
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
-FEW_ROWS = (64, 128, 256)  # the most rows that a prefill GEMM of few rows serves
-MAX_ROWS = 2**31 - 1  # and one of any number
+MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
 # Decode GEMMs; docs/notebook/decode_gemm.md has the measurements.
 MIN_BLOCKS = 120  # nine in ten multiprocessors: each takes in up to twice its share of the memory's bandwidth
@@ -156,7 +155,7 @@ def _clustered(
     """A cluster, for 9 to 32 sequences: x by lanes.
 
     Four warps of all row tiles load their own x, each element once, and the ring holds weights alone, which are there
-    before the previous kernel is done. All blocks run at once, so the next kernel starts with this one; after qkv comes
+    before the previous kernel is done. If all blocks run at once, the next kernel starts with this one; after qkv comes
     attention, whose blocks would take the places of the last, and it waits until a ring is left to load (8B at 32
     sequences, a layer: 1 us). Then blocks of attention start beside them, if they leave it registers (with one row of
     warps instead of two: 1.5 us). Where there is a multiprocessor for every block, a ring of more than half of one
@@ -186,6 +185,8 @@ def _clustered(
         LANES_AHEAD,
         next_at="lead" if op == "qkv" else "start",
     )
+    if spec.blocks > spec.blocks_per_sm * _MULTIPROCESSORS:  # wide blocks, of which two take too many registers
+        spec = replace(spec, next_at="lead")
     if op != "qkv" or spec.blocks_per_sm > 1:
         return spec
     on_scheduler = -(-(warps + 1) // SCHEDULERS)  # of a block's warps

@@ -6,8 +6,8 @@
            "cluster": [1, 2, 1], "stages": 4, "schedule": "cooperative", "raster": 8}]}
 ```
 
-``rows``: the most rows of x that the kernel serves, null for any number; the cluster's third number splits K. The
-shipped table, gemm_table.json, is an H200's. `futransformer tune` writes such tables.
+``rows``: the most rows of x that the kernel serves, 64, 128 or 256, or null for any number; the cluster's third number
+splits K. The shipped table, gemm_table.json, is an H200's. `futransformer tune` writes such tables.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .specs import GemmSpec, Heads, Tile
 from .specs.base import EPILOGUES, MAX_SHARED_BYTES
 
 SHIPPED = Path(__file__).parent / "gemm_table.json"
+FEW_ROWS = (64, 128, 256)  # the most rows that a prefill GEMM of few rows serves
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM): what waves are counted by; launches read the card's own number
 
 _MOST_STAGES = 12
@@ -210,6 +211,8 @@ def _place(reader: JsonReader) -> Place:
     if element not in _ELEMENTS:
         raise reader.error("element", f"must be one of {', '.join(_ELEMENTS)}, not {element!r}")
     rows = reader.integer("rows") if reader.has("rows") else None
+    if rows not in (*FEW_ROWS, None):
+        raise reader.error("rows", f"must be one of {', '.join(map(str, FEW_ROWS))} or null, not {rows}")
     return Place(op, element, reader.integer("n"), reader.integer("k"), rows)
 
 

@@ -218,3 +218,16 @@ def test_weights_of_another_shape_are_not_packed(exported: Path) -> None:
     assert (packed.shape, packed.dtype) == ((576, 576), torch.bfloat16)
     with pytest.raises(InputError, match="o: cannot pack a weight of shape"):
         ops.pack("o", "prefill", torch.zeros(100, 576))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_phase_that_is_none_is_named(exported: Path) -> None:
+    ops: Any = load_kernels(SMALL, "bf16", folder=exported)
+    weight, x = torch.zeros(576, 576, dtype=torch.bfloat16), torch.zeros(1, 576, dtype=torch.bfloat16)
+    for name, arguments in (
+        ("pack", ("o", "Decode", weight)),
+        ("gather_rows", ("Decode", weight, torch.zeros(1, dtype=torch.int32))),
+        ("o", ("Decode", x, weight, x)),
+    ):
+        with pytest.raises(InputError, match=f"""^{name}.*: phase must be "prefill" or "decode", not 'Decode'$"""):
+            getattr(ops, name)(*arguments)

@@ -151,7 +151,7 @@ def agreement_row(
     }
 
 
-def rows(model: Path, text: Path, kernels: Path | None) -> list[dict[str, Any]]:
+def rows(model: Path, text: str, kernels: Path | None) -> list[dict[str, Any]]:
     """Measure a Hugging Face folder on a text; ``kernels`` is a folder of exports, one a config's name."""
     name = load_config(model).name
     cache = 64 * (CONTEXT + 64)
@@ -165,7 +165,7 @@ def rows(model: Path, text: Path, kernels: Path | None) -> list[dict[str, Any]]:
     rounding, exact = reference(torch.bfloat16), reference(torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = False
     tokenizer = Tokenizer(model)
-    tokens = tokenizer.encode(text.read_bytes().decode())  # as it stands: no line end is changed
+    tokens = tokenizer.encode(text)
     name = name.lower().removesuffix("-instruct")
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     return [

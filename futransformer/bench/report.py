@@ -23,6 +23,13 @@ PAGE, PLOTS = "performance.md", "performance"
 INTRODUCTION = "# Performance\n"
 LINES_TOLD = 20  # of what compute-sanitizer said
 COUNTED = ("cases", "launches", "errors", "warnings")  # of a kernel under compute-sanitizer
+
+# What the report reads of every file, and of the rows of each subject.
+FIELDS = frozenset({"subject", "card", "driver", "commit", "dirty", "date", "versions", "rows"})
+SANITIZE_FIELDS = frozenset({"version", "seconds", "planted", "messages", "failures", "left_out"})
+TIMED_FIELDS = frozenset({"case", "ours", "unit", "spread", "ratio", "percent_of_ceiling"})
+ROW_FIELDS = {"accuracy": frozenset({"case", "ours", "unit"}), "sanitize": frozenset({"case", *COUNTED})}
+
 TITLES = {
     "gateup_swiglu": "Gate and up projections with SwiGLU",
     "gemm": "Prefill projections with their epilogues",
@@ -69,17 +76,28 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """One results file; InputError where it is something else."""
+    """One results file; InputError where it is something else, or one of a version that measured less."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        missing = {"subject", "card", "commit", "versions", "rows"} - content.keys()
-    except (json.JSONDecodeError, AttributeError) as error:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = lacking(content)
+    except (ValueError, AttributeError, TypeError) as error:  # of text, an object, or its parts
         raise InputError(f"{path} is not a results file ({error}); measure that subject again") from error
     if missing:
-        raise InputError(
-            f"{path} is not a results file: it lacks {', '.join(sorted(missing))}; measure that subject again"
-        )
+        raise InputError(f"{path} is not a results file: it lacks {', '.join(missing)}; measure that subject again")
     return content
+
+
+def lacking(content: dict[str, Any]) -> list[str]:
+    """What the report would miss in a file: first of the whole, else of the first incomplete row."""
+    subject = content.get("subject")
+    fields = FIELDS | (SANITIZE_FIELDS if subject == "sanitize" else frozenset())
+    missing = sorted(fields - content.keys()) or sorted({"torch"} - content["versions"].keys())
+    if not missing and not isinstance(subject, str):
+        raise TypeError(f"its subject is {subject!r}")
+    for index, row in enumerate([] if missing else content["rows"]):
+        if fields := ROW_FIELDS.get(str(subject), TIMED_FIELDS) - row.keys():
+            return [f"{field} of rows[{index}]" for field in sorted(fields)]
+    return missing
 
 
 def render(contents: Sequence[dict[str, Any]]) -> str:

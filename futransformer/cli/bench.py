@@ -105,13 +105,14 @@ def _list(args: argparse.Namespace) -> int:
 
 def _accuracy(args: argparse.Namespace) -> int:
     from futransformer.bench import accuracy, results  # noqa: PLC0415 - see futransformer.cli
-    from futransformer.cli.model import model_folder  # noqa: PLC0415
+    from futransformer.cli.model import model_folder, read_text  # noqa: PLC0415
 
     _alone(args, ACCURACY)
     if args.model is None or args.text is None:
         raise InputError("bench accuracy needs --model MODEL and --text FILE")
+    _, text = read_text(args.text)
     where = results.environment(args.commit)
-    content = results.document(ACCURACY, where, accuracy.rows(model_folder(args.model), args.text, args.kernels))
+    content = results.document(ACCURACY, where, accuracy.rows(model_folder(args.model), text, args.kernels))
     path = results.write(args.output or results.default_folder(), content)
     print(json.dumps(content, indent=1) if args.json else path)
     return 0

@@ -130,7 +130,7 @@ def _perplexity(args: argparse.Namespace) -> int:
 
     if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
         raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
-    text_name, text = _read_text(args.text)
+    text_name, text = read_text(args.text)
     tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
@@ -216,7 +216,7 @@ def _load(args: argparse.Namespace, folder: Path, cache_tokens: int) -> Llama:
     return model
 
 
-def _read_text(path: Path | None) -> tuple[str, str]:
+def read_text(path: Path | None) -> tuple[str, str]:
     """The name and the content of the text, exactly as it stands."""
     if path is None:
         return "sample.txt", (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()

@@ -83,7 +83,7 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     config = load_config(args.config)
-    if args.seconds <= 0:
+    if not args.seconds > 0:  # nor NaN
         raise InputError(f"--seconds must be positive, not {args.seconds:g}")
     if args.multiprocessors is not None and (args.multiprocessors < 1 or not args.build_only):
         raise InputError("--multiprocessors needs a positive number, and belongs to --build-only")

@@ -14,7 +14,7 @@ from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE, Heads
 from futransformer.ops.interface import Phase, Projection, Stream
-from futransformer.ops.validate import check_tensor
+from futransformer.ops.validate import check_phase, check_tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -51,6 +51,7 @@ class Projections:
         self.device = device
 
     def _checked(self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor) -> ProjectionGemm:
+        check_phase(op, phase)
         gemm = self.gemms[phase, op]
         check_tensor(op, "x", x, (None, k), BF16, self.device)
         check_tensor(op, "weight", weight, gemm.weight_shape(), BF16, self.device)

@@ -34,6 +34,12 @@ def check_tensor(
         raise InputError(f"{op}: {name} must be contiguous, its strides are {tensor.stride()}; call .contiguous()")
 
 
+def check_phase(op: str, phase: str) -> None:
+    """Require one of the two phases, in whose layouts weights are packed and kernels are kept."""
+    if phase not in ("prefill", "decode"):
+        raise InputError(f'{op}: phase must be "prefill" or "decode", not {phase!r}')
+
+
 def check_aligned(op: str, name: str, tensor: Tensor, alignment: int) -> None:
     """Require that the tensor's first byte stands at a multiple of ``alignment`` bytes, as vector accesses need."""
     if tensor.data_ptr() % alignment:

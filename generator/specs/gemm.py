@@ -45,8 +45,10 @@ class GemmSpec(KernelSpec):
     def __post_init__(self) -> None:
         group = 64 if self.op == "gate_up" else 32
         self.require(self.op in EPILOGUES, f"op must be one of {', '.join(EPILOGUES)}")
-        self.require(self.n % group == 0, f"out_features must be a multiple of {group}")
-        self.require(self.k % 8 == 0, "in_features must be a multiple of 8 (16-byte rows for TMA)")
+        self.require(self.n > 0 and self.n % group == 0, f"out_features must be a positive multiple of {group}")
+        self.require(
+            self.k > 0 and self.k % 8 == 0, "in_features must be a positive multiple of 8 (16-byte rows for TMA)"
+        )
         self.require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}")
         rows = (128, 192) if self.schedule == "pingpong" else (64, 128, 256)
         self.require(self.tile.m in rows, f"tile.m must be one of {rows} where the schedule is {self.schedule}")

@@ -125,12 +125,35 @@ def test_without_matplotlib_the_error_says_what_to_install(
 def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="holds no results"):
         report.read(tmp_path)
-    for content in ("{", "[]", '{"subject": "gemm"}'):
-        (tmp_path / "gemm.json").write_text(content)
+    for content in (b"{", b"[]", b'{"subject": "gemm"}', b"\xff"):
+        (tmp_path / "gemm.json").write_bytes(content)
         with pytest.raises(InputError, match=r"gemm\.json is not a results file"):
             report.read(tmp_path)
     assert main(["bench", "report", "--output", str(tmp_path)]) == 2
     assert "measure that subject again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dirty": None}, "lacks dirty"),
+        ({"versions": {}}, "lacks torch"),
+        ({"subject": ["load"]}, r"its subject is \['load'\]"),
+        ({"subject": "sanitize"}, "lacks failures, left_out, messages, planted, seconds, version"),
+        ({"rows": 5}, "'int' object"),
+        ({"rows": [5]}, "'int' object"),
+        (
+            {"rows": [row("load/a"), {"case": "load/b", "ours": 1.0, "unit": "s", "spread": [1, 1]}]},
+            "lacks percent_of_",
+        ),
+        ({"rows": [{"case": "load/b"}]}, r"lacks ours of rows\[0\], percent_of_ceiling of rows\[0\]"),
+    ],
+)
+def test_results_that_lack_something_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    content = {key: value for key, value in {**LOAD, **changes}.items() if value is not None}
+    (tmp_path / "load.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"load\.json is not a results file.*{message}.*measure that subject again"):
+        report.read(tmp_path)
 
 
 def test_what_compute_sanitizer_found() -> None:

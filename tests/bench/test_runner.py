@@ -189,6 +189,11 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_p
     assert "choose from: gateup_swiglu" in capsys.readouterr().err
     assert main(["bench", "gemm", "--only", "nothing"]) == 2
     assert main(["bench", "accuracy"]) == 2
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    for name, wrong in (("none.txt", "there is no such file"), ("latin.txt", "is not UTF-8 text")):
+        capsys.readouterr()  # said before a model is fetched or loaded
+        assert main(["bench", "accuracy", "--model", "smollm2-135m", "--text", str(tmp_path / name)]) == 2
+        assert wrong in capsys.readouterr().err
     assert main(["bench", "report", "gemm"]) == 2
     for seconds in ("0", "-1", "nan"):
         capsys.readouterr()

@@ -111,6 +111,10 @@ def test_the_default_is_the_shipped_table() -> None:
         ([ROW, {**ROW, "tile": [64, 96]}], {}, r"rows\[1\]\.tile must be a list of three integers"),
         ([{**ROW, "stages": 40}], {}, r"rows\[0\] is no kernel that can be generated: .*shared memory"),
         ([{**ROW, "rows": "all"}], {}, r"rows\[0\]\.rows must be an integer"),
+        ([{**ROW, "rows": 100}], {}, r"rows\[0\]\.rows must be one of 64, 128, 256 or null, not 100"),
+        ([{**ROW, "rows": 0}], {}, r"rows\[0\]\.rows must be one of 64, 128, 256 or null, not 0"),
+        ([{**ROW, "n": 0}], {}, r"rows\[0\] is no kernel .*out_features must be a positive multiple"),
+        ([{**ROW, "k": -576}], {}, r"rows\[0\] is no kernel .*in_features must be a positive multiple"),
         ([ROW, {**ROW, "stages": 3}], {}, r"rows hold two schedules for qkv 960 x 576 \(bf16\), up to 256 rows"),
     ],
 )

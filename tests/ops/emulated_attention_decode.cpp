@@ -71,6 +71,7 @@ struct Attention {
     sequences = 1;
   }
 
+  // What the kernel before writes, queries and every newest token's keys and values, is poison until it is done.
   void run() {
     int const pages = max((problem.max_length + 63) / 64, 1);
     unsigned const splits = (pages + problem.pages_per_split - 1) / problem.pages_per_split;
@@ -93,7 +94,26 @@ struct Attention {
                                           &partial_out.data()->x,
                                           &partial_max_sum.data()->x,
                                           arrivals.data()};
-    emulator::launch({splits, KvHeads, unsigned(sequences)}, Kernel::kThreads, [&] { Kernel::run(args); });
+    std::vector<uint16_t> const written_q = q, written_k = k, written_v = v;
+    bool there = true;
+    emulator::previous_kernel = [&](bool done) {
+      if (done == there) return;
+      there = done;
+      for (size_t i = 0; i < q.size(); ++i) q[i] = done ? written_q[i] : 0x7fc0;
+      for (int sequence = 0; sequence < sequences; ++sequence) {
+        for (int head = 0; problem.lengths[sequence] > 0 && head < KvHeads; ++head) {
+          size_t const at = place(sequence, head, problem.lengths[sequence] - 1);
+          for (size_t i = at; i < at + HeadDim; ++i) {
+            k[i] = done ? written_k[i] : 0x7fc0;
+            v[i] = done ? written_v[i] : 0x7fc0;
+          }
+        }
+      }
+    };
+    emulator::launch({splits, KvHeads, unsigned(sequences)}, Kernel::kThreads, [&] {
+      Kernel::run(args);
+      emulator::expect(threadIdx.x > 0 || emulator::current->waited, "a block ended before the kernel before was done");
+    });
   }
 
   // The largest error over what rounding may cost: P and the output, each half a unit of BF16's eighth bit, of values

@@ -22,6 +22,7 @@ struct StoreScaled {
 
   template <int Lanes, int>
   Row begin(int row, bool valid) const {
+    emulator::expect(emulator::current->waited, "the epilogue began before the kernel before was done");
     return {valid ? scales[row] : NAN, 0.f};
   }
   using Operands = float;
@@ -56,6 +57,7 @@ struct Guarded {
   }
   ~Guarded() { munmap(memory, room + page); }
   void* last(size_t bytes) const { return memory + room - bytes; }
+  void show(bool readable) const { mprotect(memory, room, readable ? PROT_READ | PROT_WRITE : PROT_NONE); }
 };
 
 template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
@@ -88,7 +90,13 @@ void check(int m) {
   CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
   auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
-  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, [&] { Gemm::run(source, weight.data(), m, epilogue); }, Cluster);
+  // x is there once the kernel before is done. In the emulator a thread that reads it sooner faults.
+  emulator::previous_kernel = [&](bool done) { x_memory.show(done); };
+  auto const run = [&] {
+    Gemm::run(source, weight.data(), m, epilogue);
+    emulator::expect(emulator::block->let_go == 1, "a block must let the next kernel start, and once");
+  };
+  emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, run, Cluster);
 
   double worst = 0;
   for (int row = 0; row < m; ++row) {
@@ -137,5 +145,13 @@ int main() {
   check<64, 256, 8, 1, 1, 8, 1, 2, 512, 2>(6);                  // one stage, less than lanes ask for ahead
   check<256, 704, 32, 4, 2, 2, 2, 4, 64, 0, NextAt::Lead, true>(17);  // walks of k from different stages, with a short one
   check<128, 1472, 8, 1, 1, 4, 1, 3, 128, 4, NextAt::Lead, true>(5);  // the same with x by lanes
+  check<256, 192, 64, 4, 2, 2, 2, 3, 64, 0, NextAt::Lead, true>(50);  // walks of two stages, one short
+  check<160, 448, 16, 5, 5, 1, 1, 3, 128, 0, NextAt::Lead, true>(13);  // a ring that holds all but one, short, stage
+  check<128, 192, 8, 2, 1, 8, 1, 2, 256, 4, NextAt::Lead, true>(8);  // a single short stage, which some warps sit out
+  check<128, 576, 8, 2, 1, 8, 1, 3, 256, 4, NextAt::Lead, true>(2);  // walks of fewer stages than lanes ask for ahead
+  check<128, 1408, 32, 4, 1, 4, 2, 3, 128, 2, NextAt::Lead, true>(31);  // a cluster that walks, x by lanes
+  check<192, 256, 32, 6, 1, 4, 2, 2, 128, 2, NextAt::Lead>(19);  // a cluster whose slices are one stage
+  check<128, 2560, 32, 4, 1, 4, 4, 4, 128, 2>(20);               // a ring that turns by a single stage
+  check<128, 512, 16, 8, 1, 2, 8, 2, 64, 1>(16);                 // a cluster of eight, each finishing a tile
   return failures;
 }

@@ -24,8 +24,10 @@ void check_argmax(int padding, int misalignment) {
     for (int row = 0; row < kRows; ++row) logits[row * stride + column] = values[row];
   }
   std::vector<int> out(kRows, -1);
-  emulator::launch({kRows, 1, 1}, Threads,
-                   [&] { futransformer::Argmax<Columns, Threads>::run(logits, stride, out.data()); });
+  emulator::launch({kRows, 1, 1}, Threads, [&] {
+    futransformer::Argmax<Columns, Threads>::run(logits, stride, out.data());
+    emulator::expect(emulator::current->waited, "argmax read before the kernel before was done");
+  });
   for (int row = 0; row < kRows; ++row) {
     int best = -1;
     for (int column = 0; column < Columns; ++column) {
@@ -53,6 +55,7 @@ void check_gather(bool with_residual) {
     futransformer::GatherRows<Columns, Threads>::run(reinterpret_cast<cutlass::bfloat16_t*>(elements), kTableRows,
                                                      indices.data(), reinterpret_cast<cutlass::bfloat16_t*>(gathered),
                                                      sumsq.data(), with_residual ? &residual[0].x : nullptr);
+    emulator::expect(emulator::current->waited, "gather read before the kernel before was done");
   });
   for (int row = 0; row < rows; ++row) {
     bool const inside = indices[row] >= 0 && indices[row] < kTableRows;

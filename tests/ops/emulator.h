@@ -99,6 +99,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
   unsigned cluster_rounds = 0;  // barriers of the cluster that it has waited for
+  bool waited = false;          // for the kernel before
 };
 
 // Where the lanes of a warp meet: each leaves its operands, the last computes everybody's results.
@@ -121,6 +122,7 @@ struct Block {
   int alive = 0, at_barrier = 0;
   unsigned barrier_round = 0;
   std::vector<std::function<void()>> copies;  // in flight
+  int let_go = 0;                             // how often it has let the next kernel start
 };
 
 struct Cluster {
@@ -132,6 +134,7 @@ struct Cluster {
 inline Fiber* current = nullptr;
 inline Block* block = nullptr;
 inline std::function<void()> kernel;
+inline std::function<void(bool)> previous_kernel = [](bool) {};  // told whether it is done: once a thread waits for it
 inline ucontext_t scheduler;
 inline std::mt19937 random{1};
 
@@ -245,19 +248,22 @@ struct Barrier {
 };
 
 // One box by TMA, 128-byte swizzle, zeros outside of the matrix.
+// The source is read at once, as it may be: what is written after a copy was asked for must not be counted on.
 inline void copy_box(CUtensorMap const& map, Barrier* barrier, char* target, int column, int row) {
   expect(reinterpret_cast<uintptr_t>(target) % 1024 == 0, "a swizzled box must start at a multiple of 1024 bytes");
   int const bytes = map.box_rows * map.box_columns * 2;
   std::fill_n(reinterpret_cast<uint16_t*>(target), bytes / 2, 0x7fc1);  // NaN
-  block->copies.push_back([=] {
-    for (int r = 0; r < map.box_rows; ++r) {
-      for (int c = 0; c < map.box_columns; ++c) {
-        bool const inside = row + r >= 0 && row + r < map.rows && column + c < map.columns;
-        uint16_t const value = inside ? map.base[(long(row) + r) * map.columns + column + c] : 0;
-        int const offset = (r * map.box_columns + c) * 2;
-        std::memcpy(target + (offset ^ (offset >> 7 & 7) << 4), &value, 2);
-      }
+  std::vector<char> box(bytes);
+  for (int r = 0; r < map.box_rows; ++r) {
+    for (int c = 0; c < map.box_columns; ++c) {
+      bool const inside = row + r >= 0 && row + r < map.rows && column + c < map.columns;
+      uint16_t const value = inside ? map.base[(long(row) + r) * map.columns + column + c] : 0;
+      int const offset = (r * map.box_columns + c) * 2;
+      std::memcpy(&box[offset ^ (offset >> 7 & 7) << 4], &value, 2);
     }
+  }
+  block->copies.push_back([=] {
+    std::memcpy(target, box.data(), bytes);
     barrier->deliver(bytes);
   });
 }
@@ -361,6 +367,7 @@ inline void run_turns(Block& running, int threads, int turns) {
 inline void run_cluster(Cluster& cluster, int threads) {
   int const blocks = cluster.blocks.size();
   cluster.alive = blocks * threads;
+  previous_kernel(false);
   for (auto& member : cluster.blocks) prepare(*member, threads);
   for (int rounds = 0; cluster.alive > 0; ++rounds) {
     expect(rounds < 10'000, "a block makes no progress");
@@ -468,6 +475,7 @@ struct SM90_TMA_LOAD_2D {
 };
 struct SM90_TMA_LOAD_3D {
   static void copy(void const* map, uint64_t* barrier, uint64_t, void* target, int column, int row, int group) {
+    emulator::expect(emulator::current->waited, "x was asked for before the kernel that writes it was done");
     emulator::copy_groups(*static_cast<CUtensorMap const*>(map), *reinterpret_cast<emulator::Barrier**>(barrier),
                           static_cast<char*>(target), column, row, group);
   }
@@ -548,8 +556,11 @@ inline void store_in_block(float4 const& value, float* target,
                            cutlass::arch::ClusterTransactionBarrier const& arrived, int rank) {
   emulator::store_in_block(value, target, arrived.state, rank);
 }
-inline void wait_for_previous_kernel() {}  // a launch has no predecessor here
-inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() {
+  emulator::current->waited = true;
+  emulator::previous_kernel(true);
+}
+inline void allow_next_kernel() { ++emulator::block->let_go; }
 inline void load_bulk_once(void* target, void const* source, int bytes,
                            cutlass::arch::ClusterTransactionBarrier& full) {
   emulator::copy_bytes(target, source, bytes, full.state);

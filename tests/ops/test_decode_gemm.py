@@ -349,6 +349,14 @@ def test_clusters_up_to_32_sequences_read_x_by_lanes(model: str) -> None:
             assert not spec.rotate or spec.next_at == "lead", f"{spec.name}: x is spread where blocks come in waves"
 
 
+@pytest.mark.parametrize("n", [6912, 7296, 10272])
+def test_the_next_kernel_starts_with_a_cluster_only_where_all_blocks_do(n: int) -> None:
+    """Blocks of six row tiles and 32 sequences, of which registers let a multiprocessor hold one, come in waves."""
+    spec = decode_gemm_spec("down", n, 4096, 32, get_precision("bf16"))
+    assert (spec.row_tiles, spec.split_k, spec.blocks_per_sm, spec.next_at) == (6, 2, 1, "lead")
+    assert spec.blocks > MULTIPROCESSORS
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -398,4 +406,4 @@ def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment").count("allowed error\n") == 17
+    assert emulate("decode_gemm", "fragment").count("allowed error\n") == 25

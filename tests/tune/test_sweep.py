@@ -195,6 +195,7 @@ def refused_by(capsys: pytest.CaptureFixture[str], status: int, *arguments: obje
     [
         (["llama-9"], 2, "llama-9"),
         (["smollm2-135m", "--seconds", "0"], 2, "--seconds must be positive, not 0"),
+        (["smollm2-135m", "--seconds", "nan"], 2, "--seconds must be positive, not nan"),
         (["smollm2-135m", "--multiprocessors", "114"], 2, "belongs to --build-only"),
         (["smollm2-135m", "--build-only", "x", "--multiprocessors", "0"], 2, "needs a positive number"),
         (["smollm2-135m", "--build-only", "x", "--ops", "lm_head"], 2, "--ops must name some of qkv, o, gate_up, down"),
