@@ -10,7 +10,7 @@ from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
-from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS
+from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
@@ -122,7 +122,7 @@ def decode_gemm_spec(
         warp_rows = 1
     warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
     warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
-    half = shared_share(2) - _inbox(batch_tile, row_tiles, split_k)
+    half = shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)
     # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
     waves = n // (ROW_TILE * row_tiles) * split_k > _MULTIPROCESSORS
     stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits, half)
@@ -144,11 +144,6 @@ def decode_gemm_spec(
     )
 
 
-def _inbox(batch_tile: int, row_tiles: int, split_k: int) -> int:
-    """Bytes of the sums that the blocks of a cluster send one another, and of their barrier."""
-    return ((split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4 + 16) * (split_k > 1)
-
-
 def _clustered(
     op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None, row_tiles: int, split_k: int
 ) -> DecodeGemmSpec:
@@ -167,7 +162,7 @@ def _clustered(
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
     alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
     room = SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - BESIDE_BYTES if alone else shared_share(2)
-    fit = (room - _inbox(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
+    fit = (room - inbox_bytes(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
     stages = max(2, min(fit, -(-k // (split_k * stage_k))))
     spec = DecodeGemmSpec(
         op,

@@ -18,6 +18,12 @@ SCHEDULER_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
 
 
+def inbox_bytes(batch_tile: int, row_tiles: int, split_k: int) -> int:
+    """Shared bytes of the sums that the other blocks of a cluster send, and of their barrier, in whole 16 bytes."""
+    sums = (split_k - 1) * batch_tile * row_tiles * ROW_TILE // split_k * 4
+    return sums + 16 * (split_k > 1)
+
+
 @dataclass(frozen=True)
 class DecodeGemmSpec(KernelSpec):
     """One decode GEMM for up to ``batch_tile`` sequences; ``n`` and ``k`` as in GemmSpec.
@@ -158,25 +164,15 @@ class DecodeGemmSpec(KernelSpec):
         weights = self.stage_k * self.block_rows * self.element.bits // 8
         ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
-        return max(ring, partial) + self.stages * 16 + self.inbox_bytes
-
-    @property
-    def inbox_bytes(self) -> int:
-        """Sums that the other blocks of a cluster send, and their barrier, to a multiple of 16 bytes."""
-        sums = (self.split_k - 1) * self.batch_tile * self.block_rows // self.split_k * 4
-        return sums + 16 * (self.split_k > 1)
+        inbox = inbox_bytes(self.batch_tile, self.row_tiles, self.split_k)
+        return max(ring, partial) + self.stages * 16 + inbox
 
     @property
     def blocks_per_sm(self) -> int:
         """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
-        activations = (
-            self.batch_tile
-            // 8
-            * self.step_k
-            // 8
-            * max(1, self.x_ahead * self.stage_k // (self.warp_split * self.step_k))
-        )
+        steps_held = max(1, self.x_ahead * self.stage_k // (self.warp_split * self.step_k))
+        activations = self.batch_tile // 8 * self.step_k // 8 * steps_held
         weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
