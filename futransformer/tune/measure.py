@@ -20,7 +20,6 @@ from torch import Tensor
 
 from futransformer.bench.case import Ceilings, Contender
 from futransformer.bench.check import judge
-from futransformer.bench.graphs import graphed, rotating
 from futransformer.bench.harness import Harness
 from futransformer.bench.runner import WANTED_SECONDS, Bench
 from futransformer.bench.shapes import gemm_work
@@ -200,6 +199,4 @@ def _contender(
     """Calls that walk over the weights, which all candidates read in one packing."""
     residual = inputs.residual.clone()
     calls: list[Callable[[], object]] = [partial(inputs.call, library, weight, residual) for weight in weights]
-    if floor is None:
-        return Contender(run=rotating(calls), outputs=list)
-    return graphed(calls, list, floor, library.chain())
+    return inputs.timed(calls, list, floor, library.chain())

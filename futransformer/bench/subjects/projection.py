@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -119,10 +120,7 @@ class ProjectionInputs:
 
     def contender(self, ops: Ops, floor_seconds: float | None = None) -> Contender:
         """Ours: launched from the host, or ``floor_seconds`` long calls in a graph, a chain as those of a model are."""
-        calls = self.stream_calls(ops)
-        if floor_seconds is None:
-            return self.timed(calls, lambda: self.our_outputs(ops), None)
-        return graphed(calls, lambda: self.our_outputs(ops), floor_seconds, ops.chain())
+        return self.timed(self.stream_calls(ops), lambda: self.our_outputs(ops), floor_seconds, ops.chain())
 
     def packed(self, ops: Ops) -> Tensor:
         """The weight as ours reads it."""
@@ -151,11 +149,12 @@ class ProjectionInputs:
         calls: Sequence[Callable[[], object]],
         outputs: Callable[[], Sequence[Tensor]],
         floor_seconds: float | None,
+        chain: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Contender:
-        """Any contender over as many weights, timed in the way that ours is."""
+        """Any contender over as many weights, timed in the way that ours is; a graph is captured within ``chain``."""
         if floor_seconds is None:
             return Contender(run=rotating(calls), outputs=outputs)
-        return graphed(calls, outputs, floor_seconds)
+        return graphed(calls, outputs, floor_seconds, chain)
 
     def normalised(self) -> Tensor:
         """RMSNorm of x, as BF16, for rivals that are given it."""
