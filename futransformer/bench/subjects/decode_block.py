@@ -114,13 +114,11 @@ class DecodeInputs:
             for pages in (cache.k_pages, cache.v_pages):
                 pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] = torch.nan
 
-    def reference_walk(self, dtype: torch.dtype, x: Tensor, layers: int) -> Stream:
+    def reference_walk(self, ops: ReferenceOps, stream: Stream, layers: int) -> Stream:
         """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
 
         It stores the new tokens' K and V there, rounded to BF16, as every call does.
         """
-        ops = ReferenceOps(self.config, device=self.device, dtype=dtype)
-        stream = Stream(x.to(dtype), row_sumsq(x), x.to(torch.float32, copy=True))
         for layer, cache in zip(self.layers[:layers], self.caches[:layers], strict=True):
             weights = layer.packed(self.config, ops, "decode")
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
@@ -167,10 +165,11 @@ class DecodeProblem:
 
     def expected(self) -> Sequence[Expected]:
         """The references' answers for the first layer."""
-        exact, same = (
-            self.inputs.reference_walk(dtype, self.inputs.x, 1).x for dtype in (torch.float32, torch.bfloat16)
-        )
-        return [Expected(exact, same)]
+        inputs, answers = self.inputs, []
+        for dtype in (torch.float32, torch.bfloat16):
+            reference = ReferenceOps(self.config, device=inputs.device, dtype=dtype)
+            answers.append(inputs.reference_walk(reference, inputs.stream(), 1).x)
+        return [Expected(answers[0], answers[1])]
 
     def _per_layer(self, walk: Callable[[], object], outputs: Callable[[], Sequence[Tensor]]) -> Contender:
         layers = len(self.packed)

@@ -70,8 +70,9 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
     def expected() -> Sequence[Expected]:
         answers = []
         for dtype in (torch.float32, torch.bfloat16):
-            stream = inputs.reference_walk(dtype, embedding[tokens.long()], config.num_hidden_layers)
             reference = ReferenceOps(config, device=device, dtype=dtype)
+            embedded = reference.gather_rows("decode", embedding, tokens)
+            stream = inputs.reference_walk(reference, embedded, config.num_hidden_layers)
             answers.append(reference.lm_head("decode", stream.x, stream.sumsq, head))
         return [Expected(answers[0], answers[1])]
 
