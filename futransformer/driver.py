@@ -110,9 +110,8 @@ class Kernel:
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         kernel = check(driver.cuLibraryGetKernel(self._library, record.name.encode()))
         ordinal = check(driver.cuDeviceGet(device.index))
-        self._context = check(
-            driver.cuDevicePrimaryCtxRetain(ordinal)
-        )  # torch's; it keeps it as long as the process lives
+        # Torch's, which it keeps as long as the process lives.
+        self._context = check(driver.cuDevicePrimaryCtxRetain(ordinal))
         attribute = driver.CUfunction_attribute
         if record.shared_bytes:
             dynamic = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

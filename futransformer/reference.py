@@ -2,10 +2,9 @@
 
 Layouts are those of docs/architecture.md, at any row count. Every operation computes in float32 and rounds to
 ``dtype`` exactly where a kernel stores BF16 (x, q, K, V, attention output, h); logits and decode's residual stream stay
-float32. Attention rounds
-P where a kernel does: P = exp(s - row maximum) is rounded before P V, its sum is taken in float32 of the unrounded
-values, and the division comes last. A kernel rounds P relative to a *running* maximum, so the two may differ in the
-last place of P.
+float32. Attention rounds P where a kernel does: P = exp(s - row maximum) is rounded before P V, its sum is taken in
+float32 of the unrounded values, and the division comes last. A kernel rounds P relative to a *running* maximum, so the
+two may differ in the last place of P.
 
 ``dtype=torch.float32`` gives the exact reference: the same formulas, nothing rounded. Both work on the CPU and on a
 CUDA device. Phases compute the same thing here; they exist because kernels read a weight in two packings.

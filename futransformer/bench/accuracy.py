@@ -95,8 +95,8 @@ def perplexity_rows(ours: Llama, reference: Llama, exact: Llama, tokens: list[in
         case = f"{base}=decode/ctx={CONTEXT}/windows={windows}/B={batch}"
         rows.append(perplexity_row(case, decode, {"prefill": prefill, "reference-float32": unrounded}, seconds))
     for batch in (1, 4, 8, 32):
-        # BF16 rounding alone moves a token's likelihood by 0.034 (one deviation): 0.05 % of the perplexity on four
-        # windows, 0.027 % on sixteen, where a bar of 0.1 % is more than three of them.
+        # Rounding alone parts prefill's and decode's likelihood of a token by 0.035 (one deviation): 0.055 % of the
+        # perplexity on four windows, 0.027 % on sixteen, where a bar of 0.1 % is more than three of them.
         count = max(16, batch)
         part, seconds = timed_score(ours, tokens, windows=count, batch=batch, through="decode")
         case = f"{base}=decode/ctx={CONTEXT}/windows={count}/B={batch}"
