@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from futransformer.ops.interface import Ops, Phase, Stream
+from futransformer.ops.interface import Fp8Output, Ops, Phase, Stream
 
 Packed = dict[Phase, Tensor]  # one weight, as each phase's kernel reads it
 
@@ -24,6 +24,23 @@ class LayerWeights:
     o: Packed
     gate_up: Packed
     down: Packed
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of an FP8 prefill: of the sums of the four projections, and of the four FP8 results. In BF16, none."""
+
+    qkv: Tensor | None = None
+    o: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    attended: Fp8Output | None = None  # read by o
+    middle: Fp8Output | None = None  # x after o, read by gate_up
+    h: Fp8Output | None = None  # read by down
+    end: Fp8Output | None = None  # x after down, read by the next layer's qkv
+
+
+UNSCALED = BlockScales()
 
 
 class Pass(Protocol):
@@ -41,7 +58,7 @@ class Pass(Protocol):
         """Cache slot of each row, int64 [T]."""
         ...
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
         """Attend q over one layer's pages."""
         ...
 
@@ -59,7 +76,7 @@ class PrefillPass:
     seqlens_k: Tensor
     max_seqlen_q: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
         """See Pass.attention."""
         return ops.attention_prefill(
             q,
@@ -69,6 +86,7 @@ class PrefillPass:
             self.cu_seqlens_q,
             self.seqlens_k,
             max_seqlen_q=self.max_seqlen_q,
+            fp8=fp8,
         )
 
 
@@ -84,7 +102,7 @@ class DecodePass:
     seqlens_k: Tensor
     max_seqlen_k: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
         """See Pass.attention."""
         return ops.attention_decode(
             q, k_pages, v_pages, self.block_table, self.seqlens_k, max_seqlen_k=self.max_seqlen_k
@@ -99,12 +117,27 @@ def llama_block(
     rope_table: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
+    scales: BlockScales = UNSCALED,
 ) -> Stream:
-    """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten."""
-    phase = rows.phase
+    """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
+
+    ``scales`` are for a phase whose GEMMs read FP8.
+    """
+    phase, s = rows.phase, scales
     x, sumsq, residual = stream
-    q = ops.qkv(phase, x, sumsq, weights.qkv[phase], rope_table, rows.positions, rows.slots, k_pages, v_pages)
-    attended = rows.attention(ops, q, k_pages, v_pages)
-    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual)
-    h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase])
-    return ops.down(phase, h, weights.down[phase], residual)
+    q = ops.qkv(
+        phase,
+        x,
+        sumsq,
+        weights.qkv[phase],
+        rope_table,
+        rows.positions,
+        rows.slots,
+        k_pages,
+        v_pages,
+        scale=s.qkv,
+    )
+    attended = rows.attention(ops, q, k_pages, v_pages, s.attended)
+    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual, scale=s.o, fp8=s.middle)
+    h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
+    return ops.down(phase, h, weights.down[phase], residual, scale=s.down, fp8=s.end)

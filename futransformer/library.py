@@ -20,6 +20,7 @@ from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
@@ -28,11 +29,11 @@ from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, Attent
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
-from futransformer.ops.interface import PROJECTIONS, Phase, Projection, Stream
+from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection, Stream
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.ops.validate import check_phase
-from futransformer.packing import pack_decode, pack_prefill
+from futransformer.packing import pack_decode, pack_prefill, pack_scale
 from futransformer.tables import exported_table, schedule_table
 
 
@@ -94,13 +95,20 @@ class KernelLibrary:
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        logical = logical.to(self.device, torch.bfloat16)
+        logical = logical.to(self.device, self._projections.gemms[phase, op].operand)
         return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
+    def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
+        """See Ops.pack_scale."""
+        return pack_scale(op, logical).to(self.device, torch.float32)
+
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
         """See Ops.gather_rows."""
         check_phase("gather_rows", phase)
-        return self._gather_rows[phase](table, indices)
+        kernel = phase if fp8 is None else f"{phase}_fp8"
+        if kernel not in self._gather_rows:
+            raise InputError(f"gather_rows: {phase} of {self.precision.name} kernels writes no FP8: leave fp8 out")
+        return self._gather_rows[kernel](table, indices, fp8)
 
     def qkv(
         self,
@@ -113,9 +121,13 @@ class KernelLibrary:
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
-        return self._projections.qkv(phase, x, sumsq, weight, rope_table, positions, slots, k_pages, v_pages)
+        return self._projections.qkv(
+            phase, x, sumsq, weight, rope_table, positions, slots, k_pages, v_pages, scale=scale
+        )
 
     def attention_prefill(
         self,
@@ -128,10 +140,11 @@ class KernelLibrary:
         *,
         max_seqlen_q: int,
         out: Tensor | None = None,
+        fp8: Fp8Output | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill."""
         return self._attention_prefill(
-            q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out
+            q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out, fp8=fp8
         )
 
     def attention_decode(
@@ -148,17 +161,44 @@ class KernelLibrary:
         """See Ops.attention_decode."""
         return self._attention_decode(q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out)
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def o(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """See Ops.o."""
-        return self._projections.add_to_residual(phase, "o", x, weight, residual)
+        return self._projections.add_to_residual(phase, "o", x, weight, residual, scale=scale, fp8=fp8)
 
-    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+    def gate_up(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Tensor:
         """See Ops.gate_up."""
-        return self._projections.gate_up(phase, x, sumsq, weight)
+        return self._projections.gate_up(phase, x, sumsq, weight, scale=scale, fp8=fp8)
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def down(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """See Ops.down."""
-        return self._projections.add_to_residual(phase, "down", x, weight, residual)
+        return self._projections.add_to_residual(phase, "down", x, weight, residual, scale=scale, fp8=fp8)
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""

@@ -44,6 +44,13 @@ def unpack_prefill(op: Projection, packed: Tensor, rows: int) -> Tensor:
     return logical.reshape(-1, k)[:rows].contiguous()
 
 
+def pack_scale(op: Projection, logical: Tensor) -> Tensor:
+    """Scales of an FP8 weight, [1] or [N] for its rows, in the order of the epilogue's columns: gate, up, gate, ..."""
+    if op == "gate_up" and logical.numel() > 1:
+        return logical.view(2, -1).T.reshape(-1)
+    return logical.contiguous()
+
+
 def pack_decode(op: Projection, logical: Tensor) -> Tensor:
     """Fragment order [N padded / 16, K / 16, 32, 8]."""
     rows = _padded(op, logical, row_multiple=ROW_TILE, column_multiple=GROUP_K)

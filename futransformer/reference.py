@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import Precision
+from futransformer.generator.precision import E4M3_MAX, Precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.ops.interface import Phase, Projection, Stream
+from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -58,12 +58,17 @@ class ReferenceOps:
             self._packed = (logical, logical.to(self.device, torch.float32))
         return self._packed[1]
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
+    def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
+        """See Ops.pack_scale: logical order."""
+        return logical.to(self.device, torch.float32)
+
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
         """See Ops.gather_rows."""
         inside = (indices >= 0) & (indices < table.shape[0])
         rows = table[torch.where(inside, indices, 0).long()]
         x = torch.where(inside[:, None], rows, torch.nan).to(self.dtype)
-        return Stream(x, row_sumsq(x), x if phase == "prefill" else x.to(torch.float32, copy=True))
+        residual = x if phase == "prefill" else x.to(torch.float32, copy=True)
+        return Stream(self._stored(x, fp8), row_sumsq(x), residual)
 
     def qkv(
         self,
@@ -76,9 +81,11 @@ class ReferenceOps:
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
-        projected = self._normalised_linear(x, sumsq, weight)
+        projected = self._normalised_linear(x, sumsq, weight, scale)
         natural = projected.view(x.shape[0], -1, self.heads.head_dim)
         q_heads, kv_heads = self.heads.num_attention_heads, self.heads.num_key_value_heads
         rotated = rotate_pairs(natural[:, : q_heads + kv_heads], rope_table[positions.long()]).to(self.dtype)
@@ -101,19 +108,21 @@ class ReferenceOps:
         *,
         max_seqlen_q: int,
         out: Tensor | None = None,
+        fp8: Fp8Output | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros."""
-        out = torch.empty_like(q, dtype=self.dtype) if out is None else out
+        attended = torch.empty_like(q, dtype=self.dtype if fp8 is None else torch.float32)
         offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
         for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
             seeing = max(start, stop - length)
-            out[start:seeing] = 0
+            attended[start:seeing] = 0
             k, v = (self._gather_pages(pages, block_table[sequence], length) for pages in (k_pages, v_pages))
             for first in range(seeing, stop, QUERY_BLOCK):
                 last = min(first + QUERY_BLOCK, stop)
                 visible = length - (stop - last)
-                out[first:last] = self._attend(q[first:last], k[:, :visible], v[:, :visible])
-        return out
+                attended[first:last] = self._attend(q[first:last], k[:, :visible], v[:, :visible])
+        stored = attended if fp8 is None else self._stored(attended, fp8)
+        return stored if out is None else out.copy_(stored)
 
     def attention_decode(
         self,
@@ -133,21 +142,48 @@ class ReferenceOps:
                 out[row] = 0
                 continue
             k, v = (self._gather_pages(pages, block_table[row], length) for pages in (k_pages, v_pages))
-            out[row] = self._attend(q[row : row + 1], k, v)[0]
+            out[row] = self._attend(q[row : row + 1], k, v)[0].to(self.dtype)
         return out
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def o(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """See Ops.o."""
-        return self._add_linear(phase, x, weight, residual)
+        return self._add_linear(phase, x, weight, residual, scale, fp8)
 
-    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+    def gate_up(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Tensor:
         """See Ops.gate_up."""
-        gate, up = self._normalised_linear(x, sumsq, weight).chunk(2, 1)
-        return (F.silu(gate) * up).to(self.dtype)
+        gate, up = self._normalised_linear(x, sumsq, weight, scale).chunk(2, 1)
+        return self._stored(F.silu(gate) * up, fp8)
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def down(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """See Ops.down."""
-        return self._add_linear(phase, x, weight, residual)
+        return self._add_linear(phase, x, weight, residual, scale, fp8)
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
@@ -160,16 +196,25 @@ class ReferenceOps:
         chosen = (logits == largest).int().argmax(1).int()
         return chosen if out is None else out.copy_(chosen)
 
-    def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+    def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""
         rstd = torch.rsqrt(sumsq.sum(1, keepdim=True) / x.shape[1] + self.rms_norm_eps)
-        return F.linear(x.float(), weight.float()).mul_(rstd)
+        return scaled_linear(x, weight, scale).mul_(rstd)
 
-    def _add_linear(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def _add_linear(
+        self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor | None, fp8: Fp8Output | None
+    ) -> Stream:
         """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
-        added = F.linear(x.float(), weight.float()).add_(residual)
+        added = scaled_linear(x, weight, scale).add_(residual)
         stored = residual.to(torch.float32 if phase == "decode" else self.dtype).copy_(added)
-        return Stream(stored.to(self.dtype), row_sumsq(added), stored)
+        return Stream(stored.to(self.dtype) if fp8 is None else self._stored(added, fp8), row_sumsq(added), stored)
+
+    def _stored(self, values: Tensor, fp8: Fp8Output | None) -> Tensor:
+        """Values as the next GEMM reads them: in our type, or as FP8 codes (of float32, codes that are not rounded)."""
+        if fp8 is None:
+            return values.to(self.dtype)
+        codes = quantize_fp8(values, fp8)
+        return codes if self.dtype == torch.float32 else codes.to(torch.float8_e4m3fn)
 
     def _gather_pages(self, pages: Tensor, block_row: Tensor, length: int) -> Tensor:
         """The first ``length`` tokens of one sequence, [kv heads, length, D] float32; unused slots are never read."""
@@ -177,7 +222,7 @@ class ReferenceOps:
         return pages[used].transpose(0, 1).flatten(1, 2)[:, :length].float()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of the last queries [Q, heads * D] of a sequence over k and v [kv heads, length, D]."""
+        """Causal attention of a sequence's last queries [Q, heads * D] over k and v [kv heads, length, D]; float32."""
         queries, length = q.shape[0], k.shape[1]
         grouped = q.float().view(queries, self.heads.num_key_value_heads, self.heads.group, -1).permute(1, 2, 0, 3)
         scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * self.heads.head_dim**-0.5
@@ -187,7 +232,23 @@ class ReferenceOps:
         p: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         total = p.sum(-1, keepdim=True)
         attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / total
-        return attended.permute(2, 0, 1, 3).flatten(1).to(self.dtype)
+        return attended.permute(2, 0, 1, 3).flatten(1)
+
+
+def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """x W^T in float32, of operands as they are stored; ``scale`` [1] or [N] is what the sums are worth."""
+    sums = F.linear(x.float(), weight.float())
+    return sums if scale is None else sums.mul_(scale)
+
+
+def quantize_fp8(values: Tensor, fp8: Fp8Output) -> Tensor:
+    """Codes of ``values`` before they are rounded, float32 within -448 .. 448; raises ``fp8``'s maximum and count."""
+    codes = values.float() * (1 / fp8.scale)
+    magnitude = codes.abs()
+    if codes.numel():
+        torch.maximum(fp8.amax, magnitude.nan_to_num(0, torch.inf).amax() * fp8.scale, out=fp8.amax)
+    fp8.saturated.add_((magnitude > E4M3_MAX).sum())
+    return codes.clamp(-E4M3_MAX, E4M3_MAX)
 
 
 def rotate_pairs(features: Tensor, cos_sin: Tensor) -> Tensor:

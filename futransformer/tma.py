@@ -1,4 +1,4 @@
-"""TMA tensor maps of two-dimensional BF16 tensors: zero fill outside, 128-byte swizzle where matrices are loaded.
+"""TMA tensor maps of 2-D BF16 and FP8 tensors: zero fill outside, 128-byte swizzle where matrices are loaded.
 
 Source: CUDA driver API, cuTensorMapEncodeTiled. A map depends on the address, the extents and the box alone, so it is
 memoised; a tensor that moves gets another map.
@@ -16,8 +16,8 @@ from torch import Tensor
 from futransformer.generator.errors import DeviceError, InputError
 
 SWIZZLE_BYTES = 128
-ELEMENT_BYTES = 2
 MAX_BOX = 256  # elements along one dimension
+ELEMENT_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
 
 @dataclass(frozen=True)
@@ -29,46 +29,56 @@ class TensorMap:
 
 
 def tensor_map_2d(tensor: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Describe ``tensor`` [rows, columns] (BF16, contiguous) for swizzled copies of box_rows x box_columns elements."""
-    rows, columns = _extents(tensor)
-    if box_columns * ELEMENT_BYTES != SWIZZLE_BYTES or not 1 <= box_rows <= MAX_BOX:
+    """Describe ``tensor`` [rows, columns], contiguous, for swizzled copies of box_rows x box_columns elements."""
+    rows, columns, width = _extents(tensor)
+    if box_columns * width != SWIZZLE_BYTES or not 1 <= box_rows <= MAX_BOX:
         raise InputError(f"a box of {box_rows} x {box_columns} is not 1-{MAX_BOX} rows of {SWIZZLE_BYTES} bytes")
     return _encode(
-        tensor.data_ptr(), (rows, columns), (columns * ELEMENT_BYTES,), (box_rows, box_columns), swizzled=True
+        tensor.data_ptr(), width, (rows, columns), (columns * width,), (box_rows, box_columns), swizzled=True
     )
 
 
 def tensor_map_column_groups(tensor: Tensor, box: tuple[int, int, int]) -> TensorMap:
     """Describe ``tensor`` [rows, columns] as [groups, rows, columns of a group], for dense copies of a ``box``."""
-    rows, columns = _extents(tensor)
-    width = box[2]
-    if columns % width or any(not 1 <= extent <= MAX_BOX for extent in box):
+    rows, columns, width = _extents(tensor)
+    group = box[2]
+    if columns % group or any(not 1 <= extent <= MAX_BOX for extent in box):
         raise InputError(f"a box of {list(box)} does not fit groups of a tensor of {columns} columns")
-    strides = (width * ELEMENT_BYTES, columns * ELEMENT_BYTES)
-    return _encode(tensor.data_ptr(), (columns // width, rows, width), strides, box, swizzled=False)
+    strides = (group * width, columns * width)
+    return _encode(tensor.data_ptr(), width, (columns // group, rows, group), strides, box, swizzled=False)
 
 
-def _extents(tensor: Tensor) -> tuple[int, int]:
-    if tensor.dim() != 2 or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+def _extents(tensor: Tensor) -> tuple[int, int, int]:
+    """Rows, columns, and the bytes of an element."""
+    if tensor.dim() != 2 or tensor.dtype not in ELEMENT_BYTES or not tensor.is_contiguous():
         raise InputError(
-            f"a tensor map needs a contiguous 2-D bfloat16 tensor, not {tensor.dtype} {list(tensor.shape)}"
+            f"a tensor map needs a contiguous 2-D bfloat16 or float8_e4m3fn tensor, not {tensor.dtype} "
+            f"{list(tensor.shape)}"
         )
     rows, columns = tensor.shape
-    return rows, columns
+    return rows, columns, ELEMENT_BYTES[tensor.dtype]
 
 
 @lru_cache(maxsize=8192)
 def _encode(
-    address: int, extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzled: bool
+    address: int,
+    width: int,
+    extents: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    *,
+    swizzled: bool,
 ) -> TensorMap:
-    """Encode a map; extents and box from the slowest dimension on, strides in bytes of all but the last."""
+    """Encode a map of elements of ``width`` bytes; extents and box from the slowest dimension on, strides in bytes of
+    all but the last.
+    """
     from cuda.bindings import driver  # noqa: PLC0415
 
     if any(offset % 16 for offset in (address, *strides)):
         raise InputError(f"TMA needs 16-byte aligned rows: address {address:#x}, strides of {list(strides)} bytes")
-    swizzle = driver.CUtensorMapSwizzle
+    swizzle, types = driver.CUtensorMapSwizzle, driver.CUtensorMapDataType
     status, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if width == 2 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         len(extents),
         address,
         [driver.cuuint64_t(extent) for extent in reversed(extents)],

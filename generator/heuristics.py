@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .precision import Precision
+from .precision import E4M3, Element, Precision
 from .schedules import FEW_ROWS, ScheduleTable, deepest, shipped_table
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
+from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 
@@ -47,15 +48,19 @@ def gemm_specs(
     ``_large``. A row of the table (default: the shipped one) for the shape and number of rows comes before any rule.
     """
     table = table or shipped_table()
-    tuned = table.find(op, precision.prefill.name, n, k)
+    element = precision.head if op == "lm_head" else precision.prefill
+    tuned = table.find(op, element.name, n, k)
 
     def spec(schedule: _Schedule) -> GemmSpec:
-        return GemmSpec(op, precision.prefill, n, k, **schedule, heads=heads)
+        plain = GemmSpec(op, element, n, k, **schedule, heads=heads)
+        if element != E4M3:
+            return plain
+        return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
 
-    large = spec(tuned.get(None) or _large(op, n, k, precision))
+    large = spec(tuned.get(None) or _large(op, n, k, element))
     specs = {}
     for rows in FEW_ROWS:
-        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, precision, table.multiprocessors, rows))
+        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, element, table.multiprocessors, rows))
         tiles_m = -(-rows // few.tile.m)
         waves = -(-n // few.tile.n) * tiles_m * few.splits / table.multiprocessors
         same = (few.tile, few.splits) == (large.tile, 1)
@@ -64,27 +69,28 @@ def gemm_specs(
     return {**specs, MAX_ROWS: large}
 
 
-def _few_rows(op: str, n: int, k: int, precision: Precision, multiprocessors: int, rows: int) -> _Schedule:
+def _few_rows(op: str, n: int, k: int, element: Element, multiprocessors: int, rows: int) -> _Schedule:
     """The tile width and split of K that give the shortest waves of blocks; a tile has 64 rows, or up to 128.
 
-    A block's time a column of K is that of its products (2048 multiply-adds a clock) or of its operands' way into
-    shared memory (64 bytes a clock), whichever is longer. To exchange the sums of a split takes about 3000 clocks.
+    A block's time a column of K is that of its products (2048 multiply-adds a clock in BF16, twice as many in FP8) or
+    of its operands' way into shared memory (64 bytes a clock), whichever is longer. To exchange the sums of a split
+    takes about 3000 clocks.
     """
-    group, tile_m = 64 if op == "gate_up" else 32, min(rows, 128)
+    group, tile_m, stage = 64 if op == "gate_up" else 32, min(rows, 128), tile_k(element)
     tiles_m = -(-rows // tile_m)
 
     def clocks(choice: tuple[int, int]) -> tuple[float, int, int]:
         width, splits = choice
         blocks = -(-n // width) * tiles_m * splits
-        column = max(tile_m * width / 2048, (tile_m + width) * precision.prefill.bits / 8 / 64)
-        block = column * -(-k // (64 * splits)) * 64 + (3000 if splits > 1 else 0)
+        column = max(tile_m * width * element.bits / 32768, (tile_m + width) * element.bits / 8 / 64)
+        block = column * -(-k // (stage * splits)) * stage + (3000 if splits > 1 else 0)
         return -(-blocks // multiprocessors) * block, splits, -width
 
     width, splits = min(((w, s) for w in range(group, 257, group) for s in (1, 2)), key=clocks)
-    return deepest(precision.prefill, Tile(tile_m, width, 64), (1, 1, splits), "cooperative")
+    return deepest(element, Tile(tile_m, width, stage), (1, 1, splits), "cooperative")
 
 
-def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
+def _large(op: str, n: int, k: int, element: Element) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic
@@ -94,7 +100,7 @@ def _large(op: str, n: int, k: int, precision: Precision) -> _Schedule:
     width = min(widths, key=lambda width: (-(-n // width) * (width + 32), -width))  # + 32: a tile's fixed cost
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
     schedule = "cooperative" if width == 256 else "pingpong"
-    return deepest(precision.prefill, Tile(128, width, 64), (cluster_m, 1, 1), schedule)
+    return deepest(element, Tile(128, width, tile_k(element)), (cluster_m, 1, 1), schedule)
 
 
 def decode_gemm_spec(
@@ -244,7 +250,8 @@ def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits:
 
 def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefillSpec:
     """128 queries by 128 keys (two pages): the FlashAttention-3 tile that fits two stages at head_dim 128."""
-    return AttentionPrefillSpec(precision.kv, heads, tile_m=128, tile_n=128, stages=2)
+    fp8_out = precision.prefill == E4M3
+    return AttentionPrefillSpec(precision.kv, heads, tile_m=128, tile_n=128, stages=2, fp8_out=fp8_out)
 
 
 def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecodeSpec:

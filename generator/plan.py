@@ -13,7 +13,7 @@ from .heuristics import (
     gemm_specs,
     padded_vocab,
 )
-from .precision import Precision, get_precision
+from .precision import BF16, E4M3, Precision, get_precision
 from .schedules import ScheduleTable
 from .specs import (
     ArgmaxSpec,
@@ -30,7 +30,7 @@ from .specs import (
 class Plan:
     """Every kernel of a model and precision, by role: GEMMs by projection, then by the most rows that each serves."""
 
-    gather_rows: dict[str, GatherRowsSpec]  # by phase
+    gather_rows: dict[str, GatherRowsSpec]  # by phase; "prefill_fp8" for what an FP8 prefill begins with
     prefill: dict[str, dict[int, GemmSpec]]
     attention_prefill: AttentionPrefillSpec
     decode: dict[str, dict[int, DecodeGemmSpec]]
@@ -70,11 +70,14 @@ def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTa
     row = get_precision(precision)
     heads = config.heads
     shapes = projections(config)
+    gather_rows = {
+        "prefill": GatherRowsSpec(BF16, config.hidden_size),
+        "decode": GatherRowsSpec(BF16, config.hidden_size, residual=True),
+    }
+    if row.prefill == E4M3:
+        gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)
     return Plan(
-        gather_rows={
-            "prefill": GatherRowsSpec(row.prefill, config.hidden_size),
-            "decode": GatherRowsSpec(row.decode, config.hidden_size, residual=True),
-        },
+        gather_rows=gather_rows,
         prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None, table) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={

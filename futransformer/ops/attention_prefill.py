@@ -8,7 +8,8 @@ from torch import Tensor
 from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec
-from futransformer.ops.validate import check_aligned, check_tensor
+from futransformer.ops.interface import Fp8Output
+from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments
 from futransformer.tma import tensor_map_2d
 
 _BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
@@ -34,6 +35,7 @@ class AttentionPrefill:
         *,
         max_seqlen_q: int,
         out: Tensor | None = None,
+        fp8: Fp8Output | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill. ``max_seqlen_q`` only sizes the grid, which need not exceed the work.
 
@@ -49,10 +51,13 @@ class AttentionPrefill:
         sequences = block_table.shape[0]
         check_tensor(op, "cu_seqlens_q", cu_seqlens_q, (sequences + 1,), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
+        written = fp8_arguments(op, self.spec.fp8_out, fp8, device)
+        dtype = torch.bfloat16 if fp8 is None else torch.float8_e4m3fn
         if out is None:
-            out = torch.empty_like(q)
+            out = torch.empty_like(q, dtype=dtype)
         else:
-            check_tensor(op, "out", out, tuple(q.shape), torch.bfloat16, device)
+            check_tensor(op, "out", out, tuple(q.shape), dtype, device)
+        written["out" if fp8 is None else "out_fp8"] = out
         for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("out", out)):
             check_aligned(op, name, tensor, 16)
         rows = q.shape[0]
@@ -72,7 +77,7 @@ class AttentionPrefill:
             q=tensor_map_2d(q, self.spec.tile_m, _BOX_COLUMNS),
             k_pages=tensor_map_2d(k_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
             v_pages=tensor_map_2d(v_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
-            out=out,
+            **written,
             block_table=block_table,
             block_table_stride=block_table.shape[1],
             cu_seqlens_q=cu_seqlens_q,

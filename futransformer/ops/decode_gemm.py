@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.specs import DecodeGemmSpec
-from futransformer.ops.validate import check_vector_arguments
+from futransformer.ops.validate import DTYPES, check_vector_arguments
 from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
@@ -40,6 +41,16 @@ class DecodeGemm:
     def sumsq_parts(self, rows: int) -> int:
         """Columns of sumsq_out for this many rows."""
         return self._choose(rows)[1].sumsq_parts
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Type of x and the weight."""
+        return DTYPES[self._choose(1)[1].element]
+
+    @property
+    def scales(self) -> int:
+        """See ProjectionGemm.scales."""
+        return 0
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
         """Run on x [m, k] with m >= 1."""

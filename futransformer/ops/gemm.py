@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
+from futransformer.generator.precision import BF16
 from futransformer.generator.specs import GemmSpec
-from futransformer.ops.validate import check_vector_arguments
+from futransformer.ops.validate import DTYPES, check_vector_arguments
 from futransformer.tma import tensor_map_2d
 
 
@@ -35,6 +37,17 @@ class PrefillGemm:
     def sumsq_parts(self, rows: int) -> int:
         """Columns of sumsq_out for this many rows."""
         return self._choose(rows)[1].sumsq_parts
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Type of x and the weight."""
+        return DTYPES[self._choose(1)[1].element]
+
+    @property
+    def scales(self) -> int:
+        """See ProjectionGemm.scales."""
+        _, spec = self._choose(1)
+        return 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
         """Run on x [m, k] (m >= 1): as many clusters as the card holds at a time walk the tiles."""

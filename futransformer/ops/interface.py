@@ -19,13 +19,29 @@ PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 class Stream(NamedTuple):
     """The residual stream of T rows, as one operation hands it to the next."""
 
-    x: Tensor  # [T, H] in the storage type: what GEMMs read
+    x: Tensor  # [T, H] in the type that the phase's GEMMs read
     sumsq: Tensor  # float32 [T, parts]: partial sums of squares of each row
-    residual: Tensor  # what o and down add to: x itself in prefill, float32 [T, H] in decode
+    residual: Tensor  # [T, H], what o and down add to: BF16 in prefill (x itself, unless x is FP8), float32 in decode
+
+
+class Fp8Output(NamedTuple):
+    """How an operation writes an FP8 result, and what it leaves behind; each is one element on the device.
+
+    A value v becomes the code v / scale, rounded to nearest even, saturated at 448.
+    """
+
+    scale: Tensor  # float32 [1]: what a code of 1 is worth
+    amax: Tensor  # float32 [1]: raised to the largest magnitude of a value
+    saturated: Tensor  # int32 [1]: raised by the number of values beyond 448 scales
 
 
 class Ops(Protocol):
-    """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates."""
+    """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates.
+
+    Where a phase's GEMMs read FP8, ``scale`` is what their sums are multiplied by, the scale of x times that of the
+    weight: float32 [1], or [N] where every row of the weight has its own; and ``fp8``
+    says how the result that the next GEMM reads is written. In BF16 both are None.
+    """
 
     device: torch.device
     capturable: bool  # whether decode operations may be captured in a CUDA graph
@@ -41,11 +57,15 @@ class Ops(Protocol):
         ...
 
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
-        """Turn a logical weight [N, K] into what this backend's GEMM reads."""
+        """Turn a logical weight [N, K], BF16 (E4M3 where the phase reads FP8), into what this backend's GEMM reads."""
         ...
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor) -> Stream:
-        """Return a stream that begins with rows ``indices`` [T] of ``table`` [R, H]; sumsq is [T, 1]."""
+    def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
+        """Turn the scales of an FP8 weight, [1] or [N] for its logical rows, into what this backend's GEMM reads."""
+        ...
+
+    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+        """Return a stream that begins with rows ``indices`` [T] of ``table`` [R, H] (BF16); sumsq is [T, 1]."""
         ...
 
     def qkv(
@@ -59,6 +79,8 @@ class Ops(Protocol):
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
         ...
@@ -74,6 +96,7 @@ class Ops(Protocol):
         *,
         max_seqlen_q: int,
         out: Tensor | None = None,
+        fp8: Fp8Output | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's queries (its last rows) over its pages; [T, heads * head_dim]."""
         ...
@@ -92,15 +115,42 @@ class Ops(Protocol):
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...
 
-    def o(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def o(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
 
-    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+    def gate_up(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Tensor:
         """Return h = silu(gate) * up [T, intermediate_size]."""
         ...
 
-    def down(self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def down(
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
 

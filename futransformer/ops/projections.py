@@ -12,11 +12,12 @@ from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, Heads
-from futransformer.ops.interface import Phase, Projection, Stream
-from futransformer.ops.validate import check_phase, check_tensor
+from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
+from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 class ProjectionGemm(Protocol):
@@ -28,6 +29,16 @@ class ProjectionGemm(Protocol):
 
     def sumsq_parts(self, rows: int) -> int:
         """Columns of sumsq_out for this many rows."""
+        ...
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Type of x and the weight."""
+        ...
+
+    @property
+    def scales(self) -> int:
+        """Scales of its sums: 1, one for each row of the packed weight, or 0 where the operands are not scaled."""
         ...
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
@@ -50,12 +61,26 @@ class Projections:
         self.gemms = gemms
         self.device = device
 
-    def _checked(self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor) -> ProjectionGemm:
+    def _checked(
+        self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor, scale: Tensor | None
+    ) -> tuple[ProjectionGemm, dict[str, Argument]]:
+        """The GEMM, and the argument that scales its sums, if its operands are scaled."""
         check_phase(op, phase)
         gemm = self.gemms[phase, op]
-        check_tensor(op, "x", x, (None, k), BF16, self.device)
-        check_tensor(op, "weight", weight, gemm.weight_shape(), BF16, self.device)
-        return gemm
+        check_tensor(op, "x", x, (None, k), gemm.operand, self.device)
+        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.operand, self.device)
+        if (scale is None) != (gemm.scales == 0):
+            needs = "needs the scale of its sums" if scale is None else "takes no scale: its operands are not scaled"
+            raise InputError(f"{op}: the {phase} kernel {needs}")
+        if scale is None:
+            return gemm, {}
+        check_tensor(op, "scale", scale, (gemm.scales,), FP32, self.device)
+        return gemm, {"scale": scale}
+
+    def _fp8(self, op: str, written: bool, fp8: Fp8Output | None, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The arguments that write an FP8 result, its tensor first."""
+        arguments = fp8_arguments(op, written, fp8, self.device)
+        return {"out_fp8": self._empty(*shape, E4M3), **arguments} if written else {}
 
     def _rowscale(self, op: Projection, x: Tensor, sumsq: Tensor) -> dict[str, Argument]:
         check_tensor(op, "sumsq", sumsq, (x.shape[0], None), FP32, self.device)
@@ -75,9 +100,11 @@ class Projections:
         slots: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
+        *,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
-        gemm = self._checked(phase, "qkv", x, self.config.hidden_size, weight)
+        gemm, scaled = self._checked(phase, "qkv", x, self.config.hidden_size, weight, scale)
         heads, rows = self.heads, x.shape[0]
         rowscale = self._rowscale("qkv", x, sumsq)
         check_tensor("qkv", "rope_table", rope_table, (None, heads.head_dim // 2, 2), FP32, self.device)
@@ -92,6 +119,7 @@ class Projections:
                 x,
                 weight,
                 **rowscale,
+                **scaled,
                 rope_table=rope_table,
                 positions=positions,
                 q=q,
@@ -101,30 +129,52 @@ class Projections:
             )
         return q
 
-    def add_to_residual(self, phase: Phase, op: Projection, x: Tensor, weight: Tensor, residual: Tensor) -> Stream:
+    def add_to_residual(
+        self,
+        phase: Phase,
+        op: Projection,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Stream:
         """See Ops.o and Ops.down."""
         k = self.heads.q_features if op == "o" else self.config.intermediate_size
-        gemm, rows = self._checked(phase, op, x, k, weight), x.shape[0]
+        gemm, scaled = self._checked(phase, op, x, k, weight, scale)
+        rows = x.shape[0]
         hidden, dtype = self.config.hidden_size, BF16 if phase == "prefill" else FP32
         check_tensor(op, "residual", residual, (rows, hidden), dtype, self.device)
         out = residual if phase == "prefill" else self._empty(rows, hidden, BF16)
         sumsq = self._empty(rows, gemm.sumsq_parts(rows), FP32)
+        written = self._fp8(op, gemm.operand == E4M3, fp8, (rows, hidden))
         if rows:
-            gemm.launch(x, weight, residual=residual, out=out, sumsq_out=sumsq)
-        return Stream(out, sumsq, residual)
+            gemm.launch(x, weight, **scaled, residual=residual, out=out, sumsq_out=sumsq, **written)
+        return Stream(written.get("out_fp8", out), sumsq, residual)
 
-    def gate_up(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
+    def gate_up(
+        self,
+        phase: Phase,
+        x: Tensor,
+        sumsq: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        fp8: Fp8Output | None = None,
+    ) -> Tensor:
         """See Ops.gate_up."""
-        gemm = self._checked(phase, "gate_up", x, self.config.hidden_size, weight)
+        gemm, scaled = self._checked(phase, "gate_up", x, self.config.hidden_size, weight, scale)
         rowscale = self._rowscale("gate_up", x, sumsq)
-        out = self._empty(x.shape[0], self.config.intermediate_size, BF16)
+        shape = (x.shape[0], self.config.intermediate_size)
+        written = self._fp8("gate_up", gemm.operand == E4M3, fp8, shape) or {"out": self._empty(*shape, BF16)}
         if x.shape[0]:
-            gemm.launch(x, weight, **rowscale, out=out)
-        return out
+            gemm.launch(x, weight, **rowscale, **scaled, **written)
+        return next(iter(written.values()))
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor, padded_vocab: int) -> Tensor:
         """See Ops.lm_head."""
-        gemm = self._checked(phase, "lm_head", x, self.config.hidden_size, weight)
+        gemm, _ = self._checked(phase, "lm_head", x, self.config.hidden_size, weight, None)
         rowscale = self._rowscale("lm_head", x, sumsq)
         out = self._empty(x.shape[0], padded_vocab, FP32)
         if x.shape[0]:

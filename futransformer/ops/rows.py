@@ -7,12 +7,12 @@ from torch import Tensor
 
 from futransformer.driver import Kernel
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
-from futransformer.ops.interface import Stream
-from futransformer.ops.validate import check_aligned, check_tensor
+from futransformer.ops.interface import Fp8Output, Stream
+from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments
 
 
 class GatherRows:
-    """Rows of a table by index, and their sums of squares; with a residual in float32 if the kernel writes one."""
+    """Rows of a table by index, and their sums of squares; also in float32 or in FP8 if the kernel writes that."""
 
     def __init__(self, kernel: Kernel) -> None:
         """Serve the row width of the kernel's spec."""
@@ -20,7 +20,7 @@ class GatherRows:
         self.spec = kernel.spec
         self.kernel = kernel
 
-    def __call__(self, table: Tensor, indices: Tensor) -> Stream:
+    def __call__(self, table: Tensor, indices: Tensor, fp8: Fp8Output | None = None) -> Stream:
         """See Ops.gather_rows. An index outside the table gives a row, and a sum of squares, of NaN."""
         device = self.kernel.device
         check_tensor("gather_rows", "table", table, (None, self.spec.k), torch.bfloat16, device)
@@ -30,11 +30,15 @@ class GatherRows:
         x = torch.empty(rows, self.spec.k, dtype=torch.bfloat16, device=device)
         sumsq = torch.empty(rows, 1, dtype=torch.float32, device=device)
         written = {"out": x, "sumsq_out": sumsq}
+        arguments = fp8_arguments("gather_rows", self.spec.fp8, fp8, device)
+        if self.spec.fp8:
+            written["out_fp8"] = torch.empty(rows, self.spec.k, dtype=torch.float8_e4m3fn, device=device)
+            written |= arguments
         if self.spec.residual:
             written["residual"] = torch.empty(rows, self.spec.k, dtype=torch.float32, device=device)
         if rows:
             self.kernel.launch((rows, 1, 1), table=table, table_rows=table.shape[0], indices=indices, **written)
-        return Stream(x, sumsq, written.get("residual", x))
+        return Stream(written.get("out_fp8", x), sumsq, written.get("residual", x))
 
 
 class Argmax:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.generator.errors import InputError
+from futransformer.generator.precision import BF16, E4M3
+from futransformer.ops.interface import Fp8Output
 
 # A GEMM's arguments that are accessed sixteen bytes at a time.
-VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out")
+VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out", "out_fp8")
+
+DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}
 
 
 def check_tensor(
@@ -32,6 +36,18 @@ def check_tensor(
         raise InputError(f"{op}: {name} must have shape [{wanted}], not {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise InputError(f"{op}: {name} must be contiguous, its strides are {tensor.stride()}; call .contiguous()")
+
+
+def fp8_arguments(op: str, written: bool, fp8: Fp8Output | None, device: torch.device) -> dict[str, Tensor]:
+    """Check what an FP8 result, if one is written, is written with; name it as the kernels do."""
+    if written != (fp8 is not None):
+        needs = "writes FP8 and needs fp8, the scale of its result" if written else "writes no FP8: leave fp8 out"
+        raise InputError(f"{op}: the kernel {needs}")
+    if fp8 is None:
+        return {}
+    for name, tensor, dtype in zip(fp8._fields, fp8, (torch.float32, torch.float32, torch.int32), strict=True):
+        check_tensor(op, f"fp8.{name}", tensor, (1,), dtype, device)
+    return {"out_scale": fp8.scale, "amax": fp8.amax, "saturated": fp8.saturated}
 
 
 def check_phase(op: str, phase: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
+from .base import EPILOGUE_PARAMS, MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
 
 Q_STAGES = 2  # the next item's Q arrives while this one's is read
 WORK_SLOTS, WORK_BYTES = 4, 32  # descriptions of items, in shared memory
@@ -29,6 +29,7 @@ class AttentionPrefillSpec(KernelSpec):
     tile_m: int
     tile_n: int
     stages: int  # of K, and of V
+    fp8_out: bool = False  # at a delayed scale, for an FP8 projection
 
     def __post_init__(self) -> None:
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
@@ -48,7 +49,7 @@ class AttentionPrefillSpec(KernelSpec):
         """See KernelSpec.name."""
         return (
             f"attention_prefill_sm90_{self.element.name}_{self.heads}_p{PAGE_SIZE}"
-            f"_{self.tile_m}x{self.tile_n}_s{self.stages}_causal"
+            f"_{self.tile_m}x{self.tile_n}_s{self.stages}_causal{'_store_fp8' if self.fp8_out else ''}"
         )
 
     @property
@@ -58,7 +59,7 @@ class AttentionPrefillSpec(KernelSpec):
             Param("q", "tensor_map"),  # [T, num_attention_heads * head_dim]
             Param("k_pages", "tensor_map"),  # [num_pages * num_key_value_heads * 64, head_dim]
             Param("v_pages", "tensor_map"),
-            pointer("out", "cutlass::bfloat16_t"),
+            *(EPILOGUE_PARAMS["store_fp8"] if self.fp8_out else (pointer("out", "cutlass::bfloat16_t"),)),
             pointer("block_table", "const int"),
             Param("block_table_stride", "int32"),
             pointer("cu_seqlens_q", "const int"),

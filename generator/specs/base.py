@@ -113,6 +113,17 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         pointer("v_pages", "cutlass::bfloat16_t"),
         pointer("slots", "const long long"),
     ),
+    # FP8 operands: x the sums' scale (x's times the weight's), scale [1]; with the row's rstd
+    "scaled_rowscale": (
+        pointer("sumsq", "const float"),
+        Param("sumsq_parts", "int32"),
+        Param("rms_norm_eps", "float32"),
+        pointer("scale", "const float"),
+    ),
+    # FP8 operands whose weight has a scale a row: scale [N], in the order of the chain's columns
+    "channelscale": (pointer("scale", "const float"),),
+    # x scale [1], + residual
+    "scaled_residual": (pointer("scale", "const float"), pointer("residual", "const cutlass::bfloat16_t")),
     # + residual [rows, N]; may alias out
     "residual": (pointer("residual", "const cutlass::bfloat16_t"),),
     # float32 residual [rows, N] += the sums; BF16 out [rows, N] of it, and partial sums of squares of the residual
@@ -127,6 +138,14 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     "store": (pointer("out", "cutlass::bfloat16_t"),),
     # BF16 out and the partial sums of squares of what was rounded for it, sumsq_out [rows, parts]
     "store_sumsq": (pointer("out", "cutlass::bfloat16_t"), pointer("sumsq_out", "float")),
+    # FP8 out [rows, columns] of values / out_scale [1]; amax [1] is raised to the largest magnitude, saturated [1]
+    # counts the values beyond the largest code
+    "store_fp8": (
+        pointer("out_fp8", "cutlass::float_e4m3_t"),
+        pointer("out_scale", "const float"),
+        pointer("amax", "float"),
+        pointer("saturated", "unsigned int"),
+    ),
     # float32 out [rows, N]
     "store_f32": (pointer("out", "float"),),
 }
@@ -137,6 +156,22 @@ EPILOGUES: dict[str, tuple[str, ...]] = {
     "gate_up": ("rowscale", "swiglu", "store"),
     "down": ("residual", "store_sumsq"),
     "lm_head": ("rowscale", "store_f32"),
+}
+
+# The same chains where the GEMM reads FP8, by the granularity of the weight's scales. lm_head stays in the head's type.
+FP8_EPILOGUES: dict[str, dict[str, tuple[str, ...]]] = {
+    "tensor": {
+        "qkv": ("scaled_rowscale", "rope", "scatter_kv"),
+        "o": ("scaled_residual", "store_sumsq", "store_fp8"),
+        "gate_up": ("scaled_rowscale", "swiglu", "store_fp8"),
+        "down": ("scaled_residual", "store_sumsq", "store_fp8"),
+    },
+    "channel": {
+        "qkv": ("channelscale", "rowscale", "rope", "scatter_kv"),
+        "o": ("channelscale", "residual", "store_sumsq", "store_fp8"),
+        "gate_up": ("channelscale", "rowscale", "swiglu", "store_fp8"),
+        "down": ("channelscale", "residual", "store_sumsq", "store_fp8"),
+    },
 }
 
 # A token's residual stream is a few kilobytes: decode keeps it in float32, beside the BF16 copy that GEMMs read.

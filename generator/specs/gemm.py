@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..precision import Element
-from .base import EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params
+from ..precision import BF16, E4M3, Accumulation, Element, Granularity
+from .base import EPILOGUES, FP8_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params
 
 SCHEDULES = ("cooperative", "pingpong")
 _MAX_ACCUMULATORS = 208  # float32 a consumer thread, of its 232 or 240 registers
+
+
+def tile_k(element: Element) -> int:
+    """Columns of K of a stage: one 128-byte swizzle atom."""
+    return 1024 // element.bits
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class GemmSpec(KernelSpec):
     A cluster is one block or a pair: two along M share a weight tile, two along N a tile of x, and ``splits`` of 2
     halves K. ``schedule``: the consumer warpgroups share a tile (cooperative), or each has its own (pingpong).
     ``raster``: rows of (cluster) tiles that are walked together, so that the tiles in flight share x and weights in L2.
+
+    Of FP8 GEMMs, ``weight_scales``: one scale a tensor, or one a row of the weight; ``accumulation``: over the whole of
+    K in the tensor cores, or "promoted" to float32 registers every stage of K.
     """
 
     template: ClassVar[str] = "gemm_sm90.cu.jinja"
@@ -41,25 +49,36 @@ class GemmSpec(KernelSpec):
     schedule: str = "cooperative"
     raster: int = 8
     heads: Heads | None = None
+    weight_scales: Granularity = "tensor"
+    accumulation: Accumulation = "fast"
 
     def __post_init__(self) -> None:
         group = 64 if self.op == "gate_up" else 32
-        self.require(self.op in EPILOGUES, f"op must be one of {', '.join(EPILOGUES)}")
+        ops = FP8_EPILOGUES["tensor"] if self.element == E4M3 else EPILOGUES
+        self.require(self.op in ops, f"op must be one of {', '.join(ops)}")
         self.require(self.n > 0 and self.n % group == 0, f"out_features must be a positive multiple of {group}")
+        vector = 128 // self.element.bits
         self.require(
-            self.k > 0 and self.k % 8 == 0, "in_features must be a positive multiple of 8 (16-byte rows for TMA)"
+            self.k > 0 and self.k % vector == 0,
+            f"in_features must be a positive multiple of {vector} (16-byte rows for TMA)",
         )
         self.require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}")
         rows = (128, 192) if self.schedule == "pingpong" else (64, 128, 256)
         self.require(self.tile.m in rows, f"tile.m must be one of {rows} where the schedule is {self.schedule}")
         self.require(self.tile.n in range(32, 257, 32), "tile.n must be a multiple of 32 up to 256")
         self.require(self.tile.n % group == 0, f"tile.n must be a multiple of {group}")
-        self.require(self.tile.k == 64, "tile.k must be 64 (one 128-byte swizzle atom of BF16)")
         self.require(
-            self.accumulators <= _MAX_ACCUMULATORS,
-            f"a consumer thread must not hold more than {_MAX_ACCUMULATORS} sums, and tile {self.tile} makes it "
-            f"{self.accumulators}",
+            self.tile.k == tile_k(self.element), f"tile.k must be {tile_k(self.element)} (a 128-byte swizzle atom)"
         )
+        fast = self.accumulation == "fast"
+        sums = self.accumulators * (1 if fast else 2)
+        self.require(
+            sums <= _MAX_ACCUMULATORS,
+            f"a consumer thread must not hold more than {_MAX_ACCUMULATORS} sums, and tile {self.tile} makes it {sums}",
+        )
+        bf16 = self.element == BF16
+        self.require(fast or not bf16, "BF16 products are summed in float32: there is nothing to promote")
+        self.require(self.weight_scales == "tensor" or not bf16, "BF16 weights have no scales")
         self.require(
             sorted(self.cluster) in ([1, 1, 1], [1, 1, 2]), "a cluster is one block, or two along M, along N or over K"
         )
@@ -72,7 +91,7 @@ class GemmSpec(KernelSpec):
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the accumulators, in order."""
-        return EPILOGUES[self.op]
+        return FP8_EPILOGUES[self.weight_scales][self.op] if self.element == E4M3 else EPILOGUES[self.op]
 
     @property
     def name(self) -> str:
@@ -80,6 +99,8 @@ class GemmSpec(KernelSpec):
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
         cluster = f"c{self.cluster_m}x{self.cluster_n}" + (f"k{self.splits}" if self.splits > 1 else "")
         schedule = f"{cluster}_s{self.stages}_r{self.raster}_{self.schedule}"
+        if self.accumulation == "promoted":
+            schedule += "_promoted"
         return f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_{schedule}_{'_'.join(self.epilogue)}"
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import Element
-from .base import KernelSpec, Param, pointer
+from .base import EPILOGUE_PARAMS, KernelSpec, Param, pointer
 
 
 def legal_threads(threads: int) -> bool:
@@ -18,7 +18,8 @@ def legal_threads(threads: int) -> bool:
 class GatherRowsSpec(KernelSpec):
     """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill.
 
-    With ``residual`` the row is written in float32 as well: decode's residual stream begins with it.
+    With ``residual`` the row is written in float32 as well: decode's residual stream begins with it. With ``fp8`` it is
+    written in FP8 as well, at a delayed scale: what the first layer of an FP8 prefill reads.
     """
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
@@ -28,6 +29,7 @@ class GatherRowsSpec(KernelSpec):
     element: Element
     k: int
     residual: bool = False
+    fp8: bool = False
     threads_per_row: int = 128
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class GatherRowsSpec(KernelSpec):
     @property
     def name(self) -> str:
         """See KernelSpec.name."""
-        written = "_residual_f32" if self.residual else ""
+        written = ("_residual_f32" if self.residual else "") + ("_fp8" if self.fp8 else "")
         return f"gather_rows_sm90_{self.element.name}_k{self.k}_t{self.threads_per_row}{written}"
 
     @property
@@ -50,6 +52,7 @@ class GatherRowsSpec(KernelSpec):
             pointer("out", "cutlass::bfloat16_t"),
             pointer("sumsq_out", "float"),
             *((pointer("residual", "float"),) if self.residual else ()),
+            *(EPILOGUE_PARAMS["store_fp8"] if self.fp8 else ()),
         )
 
     @property

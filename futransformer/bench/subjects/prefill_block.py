@@ -78,9 +78,10 @@ class Inputs:
         answers = []
         for dtype in (torch.float32, torch.bfloat16):
             reference = ReferenceOps(self.config, device=self.device, dtype=dtype)
-            pages = [self.prompts.empty_pages(self.config).to(dtype) for _ in range(2)]
+            k_pages, v_pages = (self.prompts.empty_pages(self.config).to(dtype) for _ in range(2))
             weights = self.layers[0].packed(self.config, reference, "prefill")
-            answers.append(llama_block(reference, weights, self.stream(dtype), self.rows, self.rope_table, *pages).x)
+            end = llama_block(reference, weights, self.stream(dtype), self.rows, self.rope_table, k_pages, v_pages)
+            answers.append(end.x)
         return [Expected(answers[0], answers[1])]
 
 

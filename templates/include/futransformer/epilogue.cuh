@@ -4,11 +4,13 @@
 // where SwiGLU folds gate and up). Prefill and decode call the same chain; a row is a prompt token in one, a sequence
 // in the other. The protocol, for a group of `Lanes` consecutive lanes that share a row:
 //
+//   chain.prepare();                               once a thread, before all else: what holds for every row
 //   fetched = chain.fetch<Lanes>(r, valid);         asks for what begin() would have to wait for
 //   Row row = chain.begin<Lanes>(r, valid, fetched);  all lanes of the warp call it; what the row needs
 //   operands = chain.load(row, r, column);         any number of times, valid rows only: what these columns need
 //   chain.apply(row, operands, r, column, values);
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
+//   chain.conclude();                              once, behind all else; all lanes of the warp call it
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
 // chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
@@ -32,6 +34,8 @@ struct Operation {
   static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // where columns are Q's, then K's, then V's: see PartColumn
 
+  CUTLASS_DEVICE void prepare() const {}
+  CUTLASS_DEVICE void conclude() const {}
   template <int Lanes>
   CUTLASS_DEVICE Nothing fetch(int, bool) const {
     return {};
@@ -109,6 +113,55 @@ struct RowScale : Operation {
     return *reinterpret_cast<float4 const*>(sumsq + size_t(row) * parts + part);
   }
   CUTLASS_DEVICE static float sum_of(float4 const& sums) { return (sums.x + sums.y) + (sums.z + sums.w); }
+};
+
+// The same of FP8 operands, whose sums are worth `scale`: x's scale times the weight's. It costs nothing beside rstd.
+template <int K>
+struct ScaledRowScale : RowScale<K> {
+  using typename RowScale<K>::Fetched;
+  using typename RowScale<K>::Row;
+  float const* scale;  // [1]
+  mutable float factor = 1.f;
+
+  CUTLASS_DEVICE ScaledRowScale(float const* sums, int count, float epsilon, float const* of_sums)
+      : RowScale<K>(sums, count, epsilon), scale(of_sums) {}
+
+  CUTLASS_DEVICE void prepare() const { factor = *scale; }
+  template <int Lanes, int Loads = 1>
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    return {RowScale<K>::template begin<Lanes, Loads>(row, valid, fetched).rstd * factor};
+  }
+};
+
+// x a scale a column, of FP8 operands whose weight has one a row. `Columns` of the output, for each of which the
+// accumulators have `Width` / 8.
+template <int Columns, int Width>
+struct ChannelScale : Operation {
+  float const* scale;  // [Columns * Width / 8], in the accumulators' order
+
+  static constexpr int kOperands = Width, kPeriod = Columns;
+  struct Operands {
+    float4 of_columns[Width / 4];
+  };
+
+  CUTLASS_DEVICE explicit ChannelScale(float const* of_columns) : scale(of_columns) {}
+  template <class Row>
+  CUTLASS_DEVICE Operands load(Row const&, int, int column) const {
+    Operands operands;
+    float4 const* const source = reinterpret_cast<float4 const*>(scale + column * (Width / 8));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width / 4; ++i) operands.of_columns[i] = __ldg(source + i);
+    return operands;
+  }
+  CUTLASS_DEVICE void apply(Nothing, Operands const& operands, int, int, float (&values)[Width]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width / 4; ++i) {
+      values[4 * i] *= operands.of_columns[i].x;
+      values[4 * i + 1] *= operands.of_columns[i].y;
+      values[4 * i + 2] *= operands.of_columns[i].z;
+      values[4 * i + 3] *= operands.of_columns[i].w;
+    }
+  }
 };
 
 // A column that is known to be Q's, K's or V's. A caller that knows it of a whole tile spares the tests of every step,
@@ -250,6 +303,23 @@ struct Residual : Operation {
   }
 };
 
+// The same of FP8 operands, whose sums are worth `scale`.
+template <int Columns>
+struct ScaledResidual : Residual<Columns> {
+  using typename Residual<Columns>::Operands;
+  float const* scale;  // [1]
+  mutable float factor = 1.f;
+
+  CUTLASS_DEVICE ScaledResidual(float const* of_sums, bf16 const* source) : Residual<Columns>(source), scale(of_sums) {}
+  CUTLASS_DEVICE void prepare() const { factor = *scale; }
+  CUTLASS_DEVICE void apply(Nothing, Operands const& operands, int, int, float (&values)[8]) const {
+    float added[8];
+    unpack_bf16x8(operands.added, added);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) values[i] = fmaf(values[i], factor, added[i]);
+  }
+};
+
 // silu(gate) * up. Accumulator columns alternate gate, up; `halved` receives eight output columns.
 struct SwiGlu : Operation {
   static constexpr bool kHalvesColumns = true;
@@ -346,6 +416,49 @@ struct ResidualFloat : SumSquares<Parts> {
   }
 };
 
+// FP8 store at a delayed scale: one that earlier calls have led to. Beside it go the largest magnitude, which later ones
+// may be scaled by, and how many values lay beyond the largest code, at which they saturate. Maxima and counts do not
+// depend on the order in which warps deliver them.
+template <int Columns>
+struct StoreFp8 : Operation {
+  e4m3* out;           // [rows, Columns]
+  float const* scale;  // [1] what a code of 1 is worth
+  float* amax;         // [1]
+  unsigned* saturated;  // [1]
+  mutable float per_scale = 1.f;
+  mutable float largest = 0.f;  // of this thread's values, in scales
+
+  CUTLASS_DEVICE StoreFp8(e4m3* target, float const* of_codes, float* maximum, unsigned* count)
+      : out(target), scale(of_codes), amax(maximum), saturated(count) {}
+
+  CUTLASS_DEVICE void prepare() const { per_scale = 1.f / *scale; }
+  template <class Row>
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, int column, float (&values)[8]) const {
+    float scaled[8], most = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      scaled[i] = values[i] * per_scale;
+      most = fmaxf(most, fabsf(scaled[i]));
+    }
+    store_e4m3x8(out + size_t(row) * Columns + column, scaled);
+    largest = fmaxf(largest, most);
+    if (most > kLargestE4m3) count(scaled);
+  }
+  CUTLASS_DEVICE void conclude() const {
+    // Of floats that are not negative, the larger has the larger bits.
+    unsigned const most = __reduce_max_sync(0xffffffffu, __float_as_uint(largest * *scale));
+    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<unsigned*>(amax), most);
+  }
+
+ private:
+  CUTLASS_DEVICE void count(float const (&scaled)[8]) const {
+    unsigned beyond = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) beyond += fabsf(scaled[i]) > kLargestE4m3;
+    atomicAdd(saturated, beyond);
+  }
+};
+
 template <int Columns>
 struct StoreFloat : Operation {
   float* out;  // [rows, Columns]
@@ -394,6 +507,14 @@ struct Chain<First, Rest...> {
 
   CUTLASS_DEVICE explicit Chain(First head, Rest... tail) : first(head), rest(tail...) {}
 
+  CUTLASS_DEVICE void prepare() const {
+    first.prepare();
+    rest.prepare();
+  }
+  CUTLASS_DEVICE void conclude() const {
+    first.conclude();
+    rest.conclude();
+  }
   template <int Lanes>
   CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
     return {first.template fetch<Lanes>(row, valid), rest.template fetch<Lanes>(row, valid)};

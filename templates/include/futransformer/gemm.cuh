@@ -47,7 +47,9 @@ struct GemmCluster {
   static constexpr int kM = M, kN = N, kSplits = Splits;
 };
 
-template <class Element, int N, int K, class Tile, class Cluster, int Stages, int Raster, Schedule kSchedule>
+// `Promoted`: FP8 wgmma adds to about 14 bits; a stage's products alone are left to it, and stages are added in float32.
+template <class Element, int N, int K, class Tile, class Cluster, int Stages, int Raster, Schedule kSchedule,
+          bool Promoted = false>
 struct Gemm {
   static constexpr bool kPingpong = kSchedule == Schedule::kPingpong;
   static constexpr int kConsumers = kPingpong || Tile::kM > 64 ? 2 : 1;
@@ -134,7 +136,9 @@ struct Gemm {
     } else {
       if constexpr (kReallocate) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_previous_kernel();
+      epilogue.prepare();
       consume(shared, warpgroup - 1, m, order, epilogue);
+      epilogue.conclude();
     }
     if constexpr (kBlocks > 1) synchronise();  // no block ends while its peer may still signal it
   }
@@ -237,19 +241,20 @@ struct Gemm {
     static_assert(decltype(size<2>(accumulators))::value == 1, "the epilogue takes a tile's width from one instruction");
 
     Position position;  // the stage to multiply next
-    auto const multiply = [&] {
+    auto const multiply_into = [&](auto& sums) {
       int const stage = position.index();
       wait(shared.full[stage], position.phase());
       ++position;
-      warpgroup_fence_operand(accumulators);
+      warpgroup_fence_operand(sums);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < size<2>(fragment_x); ++step) {
-        gemm(mma, fragment_x(_, _, step, stage), fragment_w(_, _, step, stage), accumulators);
+        gemm(mma, fragment_x(_, _, step, stage), fragment_w(_, _, step, stage), sums);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       warpgroup_commit_batch();
     };
+    auto const multiply = [&] { multiply_into(accumulators); };
     // Give back the stage that was multiplied `age` stages before the next one.
     auto const release = [&](int age) {
       int const stage = position.index() >= age ? position.index() - age : position.index() - age + Stages;
@@ -287,7 +292,7 @@ struct Gemm {
       }
 
       // Two stages are under way before the rows' values are waited for, and one in the steady state.
-      constexpr int kHead = kPingpong ? 1 : kTilesK < 2 ? kTilesK : 2;
+      constexpr int kHead = kPingpong || Promoted ? 1 : kTilesK < 2 ? kTilesK : 2;
       constexpr int kLast = kPingpong ? 0 : kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       CUTLASS_PRAGMA_UNROLL
@@ -300,12 +305,28 @@ struct Gemm {
       auto const advance = [&](int stages) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int k = 0; k < stages; ++k) {
-          multiply();
-          warpgroup_wait<1>();
-          warpgroup_fence_operand(accumulators);
-          release(2);
+          if constexpr (Promoted) {
+            auto partial = make_fragment_like(accumulators);
+            mma.accumulate_ = GMMA::ScaleOut::Zero;
+            multiply_into(partial);
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(partial);
+            release(1);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kAccumulators; ++i) accumulators(i) += partial(i);
+          } else {
+            multiply();
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(accumulators);
+            release(2);
+          }
         }
       };
+      if constexpr (Promoted) {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(accumulators);
+        release(1);
+      }
       advance(kTilesK - kHead - kLast);
       if constexpr (kPingpong) {
         if (tile + clusters() < order.count()) pass_turn();
@@ -314,9 +335,11 @@ struct Gemm {
       }
       ending.ask();
       if constexpr (kLast > 0) advance(kLast);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(accumulators);
-      release(1);
+      if constexpr (!Promoted) {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(accumulators);
+        release(1);
+      }
       if constexpr (Cluster::kSplits == 2) exchange(shared, accumulators, consumer, exchange_parity);
       ending.finish(accumulators);
       if constexpr (kPingpong) position.advance(kTilesK);  // the other consumer's
@@ -341,7 +364,7 @@ struct Gemm {
   static constexpr int kAskStages = 3;  // 3 k clocks of both consumers' products: more than a miss of L2 under load
   template <class Epilogue>
   using Ending = TileEpilogue<Epilogue, kAtoms, kHalves, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
-                              kConsumerRegisters - kAccumulators - 48>;
+                              kConsumerRegisters - kAccumulators * (Promoted ? 2 : 1) - 48>;
 
   // Two blocks have multiplied half of K each. Block 0 keeps the first row of each thread's two, block 1 the second:
   // each sends the sums of the other's, and adds what it receives to its own, which become the half 0 of the fragment.

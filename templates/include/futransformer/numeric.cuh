@@ -9,6 +9,8 @@
 namespace futransformer {
 
 using bf16 = cutlass::bfloat16_t;
+using e4m3 = cutlass::float_e4m3_t;
+constexpr float kLargestE4m3 = 448.f;
 
 // Two floats to packed BF16, round to nearest even; `low` lands in the lower half.
 CUTLASS_DEVICE uint32_t pack_bf16x2(float low, float high) {
@@ -38,6 +40,20 @@ CUTLASS_DEVICE uint4 pack_bf16x8(float const (&values)[8]) {
 // One instruction, said so: where only one branch of several stores, nvcc makes four of 4 bytes of a plain assignment.
 CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
   __stcg(reinterpret_cast<uint4*>(target), pack_bf16x8(values));
+}
+
+// Four floats to packed E4M3, round to nearest even; beyond the largest code they saturate, NaN stays NaN.
+CUTLASS_DEVICE uint32_t pack_e4m3x4(float a, float b, float c, float d) {
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return uint32_t(high) << 16 | low;
+}
+
+// Eight E4M3 values, one 8-byte access.
+CUTLASS_DEVICE void store_e4m3x8(e4m3* target, float const (&values)[8]) {
+  __stcg(reinterpret_cast<uint2*>(target), make_uint2(pack_e4m3x4(values[0], values[1], values[2], values[3]),
+                                                     pack_e4m3x4(values[4], values[5], values[6], values[7])));
 }
 
 // Eight floats, two 16-byte accesses.

@@ -6,20 +6,23 @@
 #include <cstdint>
 
 #include "dependent_launch.cuh"
+#include "epilogue.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
 
-// out[i] = table[indices[i]], sumsq_out[i] = its sum of squares, and residual[i] (if given) = the same row in float32.
-// Columns % 8 == 0, rows 16-byte aligned.
+// out[i] = table[indices[i]], sumsq_out[i] = its sum of squares; and of the same row, as far as they are given, residual[i]
+// in float32, and what `Quantise` (epilogue.cuh: StoreFp8) stores. Columns % 8 == 0, rows 16-byte aligned.
 template <int Columns, int Threads>
 struct GatherRows {
   static constexpr int kVectors = Columns / 8;
 
+  template <class Quantise = Chain<>>
   CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out,
-                                 float* residual = nullptr) {
+                                 float* residual = nullptr, Quantise const& quantise = {}) {
     allow_next_kernel();
     wait_for_previous_kernel();
+    quantise.prepare();
     size_t const row = blockIdx.x;
     int const index = indices[row];
     bool const inside = index >= 0 && index < table_rows;
@@ -37,7 +40,9 @@ struct GatherRows {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
       if (residual) store_f32x8(residual + row * Columns + 8 * vector, values);
+      quantise.apply(Nothing{}, Nothing{}, int(row), 8 * vector, values);
     }
+    quantise.conclude();
 
     __shared__ float warp_sums[Threads / 32];
     sum = sum_over_lanes<32>(sum);
