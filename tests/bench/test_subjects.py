@@ -25,9 +25,11 @@ from futransformer.bench.subjects import (
     gateup_swiglu,
     gemm,
     prefill_block,
+    prefill_model,
     subject_cases,
 )
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.precision import Precision, get_precision
 from tests.bench.conftest import CpuBench
 
 SMALL = "smollm2-135m"
@@ -45,8 +47,26 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
     "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
+    "gateup_swiglu/fp8": partial(gateup_swiglu.open_fp8_case, SMALL, 24),
+    **{f"gemm/{op}/fp8": partial(gemm.open_fp8_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
+    "gemm/host/fp8": partial(gemm.open_fp8_case, SMALL, "down", 1024),
+    "prefill_block/fp8": partial(prefill_block.open_case, SMALL, (40, 40), precision="fp8"),
+    "prefill_block/ragged/fp8": partial(prefill_block.open_case, SMALL, (1, 70, 9), precision="fp8"),
+    "prefill_model/fp8": partial(prefill_model.open_case, SMALL, 70),
 }
-RUN_HERE = ("torch-bf16", "torch-bf16-epilogue", "ours-default")
+RUN_HERE = (
+    "torch-bf16",
+    "torch-bf16-epilogue",
+    "torch-bf16-padded",
+    "torch-fp8",
+    "torch-fp8-mm",
+    "torch-fp8-padded",
+    "ours-default",
+)
+
+
+def precision_of(name: str) -> Precision:
+    return get_precision("fp8" if name.endswith("fp8") else "bf16")
 
 
 @pytest.mark.parametrize("name", OPENED)
@@ -56,35 +76,43 @@ def test_ours_and_pytorch_compute_the_same(cpu_bench: CpuBench, name: str) -> No
         problem.ours.run()
         problem.ours.run()  # running leaves nothing behind that a check would notice
         expected = problem.expected()
-        verdict = judge(problem.ours.outputs(), expected, cpu_bench.precision)
+        precision = precision_of(name)
+        verdict = judge(problem.ours.outputs(), expected, precision)
         assert verdict.passed
         assert 0 < verdict.tolerance < 0.1
         assert problem.work.floor_seconds(cpu_bench.ceilings) > 0
         compared = 0
         for rival in RUN_HERE:
-            if rival not in problem.rivals:
+            make = problem.rivals.get(rival) or problem.beside.get(rival)
+            if make is None:
                 continue
-            contender = problem.rivals[rival]()
+            contender = make()
             contender.run()
             outputs = contender.outputs()
             compared += len(outputs)
-            assert not outputs or judge_rival(outputs, expected).passed
+            assert not outputs or judge_rival(outputs, expected, precision).passed
             assert contender.calls == problem.ours.calls
+        assert set(problem.rivals).isdisjoint(problem.beside)
         if name.startswith(("gemm", "gateup", "prefill", "decode_b", "decode_s")):
             assert compared
 
 
-@pytest.mark.parametrize("name", [name for name in OPENED if not name.startswith("decode_step")])
+@pytest.mark.parametrize("name", [name for name in OPENED if not name.startswith(("decode_step", "prefill_model"))])
 def test_a_wrong_answer_is_seen(cpu_bench: CpuBench, name: str) -> None:
     with torch.no_grad():
         problem = OPENED[name](cpu_bench)
         outputs = [tensor.clone() for tensor in problem.ours.outputs()]
         expected = problem.expected()
+        precision = precision_of(name)
         outputs[-1].view(-1)[7] = torch.nan
-        assert not judge(outputs, expected, cpu_bench.precision).passed
+        assert not judge(outputs, expected, precision).passed
         outputs = [tensor.clone() for tensor in problem.ours.outputs()]
         outputs[0][-1] = outputs[0][0].roll(1)
-        assert not judge(outputs, expected, cpu_bench.precision).passed
+        assert not judge(outputs, expected, precision).passed
+        if outputs[-1].dtype == torch.float8_e4m3fn:
+            outputs = [tensor.clone() for tensor in problem.ours.outputs()]
+            outputs[-1][-1] = -outputs[-1][-1].float()
+            assert not judge(outputs, expected, precision).passed
 
 
 def test_interleaving_for_gated_rivals() -> None:
