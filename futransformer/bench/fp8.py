@@ -1,4 +1,4 @@
-"""FP8 operands of random data: whose scales come from its own largest magnitudes, read on the device.
+"""FP8 operands of random data, whose scales come from its own largest magnitudes, read on the device.
 
 A kernel writes FP8 results at scales that it is given; what they should be is found by one call at a scale of 1, which
 leaves the largest magnitude behind. ``room`` is for timed calls that add to one residual stream again and again: a code
@@ -16,8 +16,9 @@ from torch import Tensor
 from futransformer.bench.llama import NaturalBlock, logical
 from futransformer.blocks import BlockScales, LayerWeights, Packed
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import E4M3_MAX, Granularity
-from futransformer.ops.interface import Fp8Output, Ops, Projection
+from futransformer.generator.precision import E4M3_MAX, Granularity, Precision
+from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.reference import ReferenceOps
 
 
 class Fp8Weight(NamedTuple):
@@ -127,3 +128,39 @@ class Fp8Layer:
             h=results.h,
             end=results.end,
         )
+
+
+class ScaledMmReference(ReferenceOps):
+    """The rounding reference with PyTorch's own FP8 product: what the tolerance rule calls PyTorch in the same type.
+
+    With fast accumulation that leaves a whole row of K to the tensor cores, as ours does; of K = 14336 the sums then
+    err by more than BF16 rounds them.
+    """
+
+    def __init__(self, config: LlamaConfig, precision: Precision, device: torch.device) -> None:
+        super().__init__(config, device=device)
+        self.fast = precision.accumulation == "fast"
+        self.one = torch.ones((), device=device)
+
+    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+        """See ReferenceOps.pack; codes stay codes."""
+        return logical if logical.dtype == torch.float8_e4m3fn else super().pack(op, phase, logical)
+
+    def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is None:
+            return super()._linear(x, weight, scale)
+        sums = torch._scaled_mm(
+            x,
+            weight.t(),
+            scale_a=self.one,
+            scale_b=self.one,
+            out_dtype=torch.float32,
+            use_fast_accum=self.fast,
+        )
+        return sums.mul_(scale)
+
+
+def references(config: LlamaConfig, precision: Precision, device: torch.device) -> tuple[ReferenceOps, ReferenceOps]:
+    """The exact reference, and PyTorch in the storage type."""
+    exact = ReferenceOps(config, device=device, dtype=torch.float32)
+    return exact, ScaledMmReference(config, precision, device)

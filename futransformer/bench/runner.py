@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,15 @@ def select(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
     if not chosen:
         raise InputError(f"--only {' '.join(patterns)} matches no case of this subject; one is {cases[0].name}")
     return chosen
+
+
+def by_file(chosen: Mapping[str, Sequence[AnyCase]]) -> list[tuple[str, str, list[AnyCase]]]:
+    """The cases that were chosen of each subject, divided by precision: (subject, precision, cases)."""
+    return [
+        (subject, precision, [case for case in cases if case.precision == precision])
+        for subject, cases in chosen.items()
+        for precision in dict.fromkeys(case.precision for case in cases)
+    ]
 
 
 def run_cases(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from futransformer.bench.harness import Harness
 from futransformer.bench.rivals import attention, torch_bf16
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import shape_config
+from futransformer.bench.subjects import prefill_model
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import get_precision
 from futransformer.reference import ReferenceOps
@@ -81,7 +83,7 @@ def timed(clock: FakeClock) -> Callable[..., Contender]:
 class ReferenceKernels(ReferenceOps):
     """The reference in the place of a kernel library."""
 
-    def __init__(self, config: LlamaConfig, precision: str) -> None:
+    def __init__(self, config: LlamaConfig, precision: str = "bf16") -> None:
         super().__init__(config)
         self.config, self.precision = config, get_precision(precision)
 
@@ -127,5 +129,6 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
         return lambda q, k, v: torch_bf16.attend_prompts(q, k, v, lengths)
 
     monkeypatch.setattr(attention, "flash_attention_varlen", varlen)
+    monkeypatch.setattr(prefill_model, "shape_config", lambda shape: replace(shape_config(shape), num_hidden_layers=3))
     torch.manual_seed(0)
     return CpuBench()

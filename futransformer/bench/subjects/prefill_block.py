@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Expected, Problem
-from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, quantised, scale_of
+from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, quantised, references, scale_of
 from futransformer.bench.graphs import rotating
 from futransformer.bench.llama import NaturalBlock, Prompts, device_rope_table, natural_rope, random_tensor
 from futransformer.bench.rivals import attention, torch_bf16, torch_fp8
@@ -25,7 +25,7 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import RAGGED, block_gemm_work, prefill_attention_work, shape_config
 from futransformer.blocks import UNSCALED, BlockScales, LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import E4M3, Granularity, get_precision
+from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, row_sumsq
 
@@ -58,8 +58,8 @@ def cases() -> Sequence[Case]:
 class Inputs:
     """Layers in natural order, the prompts' rows, and pages to fill."""
 
-    def __init__(self, config: LlamaConfig, lengths: Sequence[int], device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: LlamaConfig, lengths: Sequence[int], device: torch.device, precision: Precision) -> None:
+        self.config, self.device, self.precision = config, device, precision
         self.prompts = Prompts(lengths, device)
         self.layers = [NaturalBlock.random(config, device) for _ in range(LAYERS)]
         self.x = random_tensor(self.prompts.rows, config.hidden_size, device=device)
@@ -102,11 +102,10 @@ class Inputs:
     def expected(self) -> Sequence[Expected]:
         """The references' answers for the first layer, on pages of their own."""
         answers = []
-        for dtype in (torch.float32, torch.bfloat16):
-            reference = ReferenceOps(self.config, device=self.device, dtype=dtype)
-            k_pages, v_pages = (self.prompts.empty_pages(self.config).to(dtype) for _ in range(2))
+        for reference in references(self.config, self.precision, self.device):
+            k_pages, v_pages = (self.prompts.empty_pages(self.config).to(reference.dtype) for _ in range(2))
             weights, scales = self.reference_layer(reference)
-            stream = self.stream(dtype)
+            stream = self.stream(reference.dtype)
             end = llama_block(reference, weights, stream, self.rows, self.rope_table, k_pages, v_pages, scales)
             answers.append(self.written(end))
         return [Expected(exact, same) for exact, same in zip(*answers, strict=True)]
@@ -119,10 +118,9 @@ class Inputs:
 class Fp8Inputs(Inputs):
     """The same in FP8: one scale for x before every layer, and one of each kind of result for all layers."""
 
-    def __init__(self, config: LlamaConfig, lengths: Sequence[int], ops: Ops, granularity: Granularity) -> None:
+    def __init__(self, config: LlamaConfig, lengths: Sequence[int], ops: Ops, precision: Precision) -> None:
         """Choose the scales by what one call of the first layer finds, with room for all that follow."""
-        super().__init__(config, lengths, ops.device)
-        self.granularity = granularity
+        super().__init__(config, lengths, ops.device, precision)
         self.x_scale = scale_of(self.x)
         self.codes = quantised(self.x, self.x_scale)
         self.results = LayerResults.unscaled(self.device)
@@ -143,7 +141,7 @@ class Fp8Inputs(Inputs):
         return [self._layer(ops, block) for block in self.layers]
 
     def _layer(self, ops: Ops, block: NaturalBlock) -> Layer:
-        layer = Fp8Layer.of(block, self.config, self.granularity)
+        layer = Fp8Layer.of(block, self.config, self.precision.weight_scales)
         return layer.packed(ops), layer.scales(ops, self.x_scale, self.results)
 
     def begun(self, residual: Tensor) -> Stream:
@@ -171,10 +169,10 @@ def open_case(shape: str, lengths: tuple[int, ...], bench: Bench, precision: str
     """Draw layers and rows."""
     ops, config, row = bench.library(shape, precision), shape_config(shape), get_precision(precision)
     if row.prefill == E4M3:
-        inputs: Inputs = Fp8Inputs(config, lengths, ops, row.weight_scales)
+        inputs: Inputs = Fp8Inputs(config, lengths, ops, row)
         rival: Any = torch_fp8
     else:
-        inputs, rival = Inputs(config, lengths, bench.device), torch_bf16
+        inputs, rival = Inputs(config, lengths, bench.device, row), torch_bf16
     packed = inputs.packed(ops)
 
     def compiled_torch(make: Callable[[Inputs, Any], RivalLayer]) -> Contender:

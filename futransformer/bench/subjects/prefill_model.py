@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Expected, Problem
-from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, scale_of
+from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, references, scale_of
 from futransformer.bench.graphs import graphed
 from futransformer.bench.llama import (
     NaturalBlock,
@@ -32,7 +32,7 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import prefill_model_work, shape_config
 from futransformer.blocks import BlockScales, LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import Granularity, get_precision
+from futransformer.generator.precision import Precision, get_precision
 from futransformer.ops.interface import Fp8Output, Ops
 from futransformer.reference import ReferenceOps
 
@@ -58,8 +58,8 @@ def cases() -> Sequence[Case]:
 class Inputs:
     """A random model in natural order, one prompt, and pages for every layer."""
 
-    def __init__(self, config: LlamaConfig, rows: int, granularity: Granularity, device: torch.device) -> None:
-        self.config, self.device, self.granularity = config, device, granularity
+    def __init__(self, config: LlamaConfig, rows: int, precision: Precision, device: torch.device) -> None:
+        self.config, self.device, self.precision = config, device, precision
         self.prompts = Prompts((rows,), device)
         added = (2 * config.num_hidden_layers) ** -0.5
         count = range(config.num_hidden_layers)
@@ -76,7 +76,7 @@ class Inputs:
 
     def quantised(self, index: int) -> Fp8Layer:
         """One layer in FP8, made anew: the references need one at a time."""
-        return Fp8Layer.of(self.layers[index], self.config, self.granularity)
+        return Fp8Layer.of(self.layers[index], self.config, self.precision.weight_scales)
 
     def scales(self, ops: Ops, index: int, layer: Fp8Layer) -> BlockScales:
         """The scales of one layer: its x is what the layer before wrote, or the embedding."""
@@ -115,23 +115,22 @@ class Inputs:
     def expected(self) -> Sequence[Expected]:
         """The references' answers; each packs a layer when its turn comes, and has pages for one."""
         answers = []
-        for dtype in (torch.float32, torch.bfloat16):
-            reference = ReferenceOps(self.config, device=self.device, dtype=dtype)
+        for reference in references(self.config, self.precision, self.device):
 
             def layer(index: int, reference: ReferenceOps = reference) -> Layer:
                 quantised = self.quantised(index)
                 return quantised.packed(reference), self.scales(reference, index, quantised)
 
-            pages = [(self.prompts.empty_pages(self.config).to(dtype), self.prompts.empty_pages(self.config).to(dtype))]
-            start = fp8_output(self.x_scale)
-            answers.append(self.logits(reference, layer, start, pages * len(self.layers), self.head))
+            k_pages, v_pages = (self.prompts.empty_pages(self.config).to(reference.dtype) for _ in range(2))
+            pages, start = [(k_pages, v_pages)] * len(self.layers), fp8_output(self.x_scale)
+            answers.append(self.logits(reference, layer, start, pages, self.head))
         return [Expected(answers[0], answers[1])]
 
 
 def open_case(shape: str, rows: int, bench: Bench) -> Problem:
     """Draw a model."""
-    ops, config, row = bench.library(shape, "fp8"), shape_config(shape), get_precision("fp8")
-    inputs = Inputs(config, rows, row.weight_scales, bench.device)
+    ops, config = bench.library(shape, "fp8"), shape_config(shape)
+    inputs = Inputs(config, rows, get_precision("fp8"), bench.device)
     head, start = ops.pack("lm_head", "prefill", inputs.head), fp8_output(inputs.x_scale)
     layers = inputs.calibrated(ops, start, head)
     work = prefill_model_work(config, rows, "fp8")

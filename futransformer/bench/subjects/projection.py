@@ -12,7 +12,7 @@ from torch import Tensor
 
 from futransformer.bench.case import Contender, Expected
 from futransformer.bench.check import poison
-from futransformer.bench.fp8 import Fp8Weight, fp8_output, quantised, scale_of, unscaled_output
+from futransformer.bench.fp8 import Fp8Weight, fp8_output, quantised, references, scale_of, unscaled_output
 from futransformer.bench.graphs import graphed, rotating
 from futransformer.bench.llama import (
     Prompts,
@@ -65,8 +65,8 @@ class ProjectionInputs:
         """Draw them; ``sets`` fixes the number of weights, 1 where a call moves far more than L2 holds."""
         self.op, self.rows, self.phase, self.device = op, rows, phase, bench.device
         self.config = config = shape_config(shape)
-        row = get_precision(precision)
-        self.fp8 = phase == "prefill" and row.prefill == E4M3
+        self.precision = get_precision(precision)
+        self.fp8 = phase == "prefill" and self.precision.prefill == E4M3
         n, k = projections(config)[op]
         self.sets = sets_for((FP8_BYTES if self.fp8 else BYTES) * n * k) if sets is None else sets
         self.natural = random_weight(config, op, self.device)
@@ -86,7 +86,7 @@ class ProjectionInputs:
             self.pages = self.prompts.prefill_pass()
             self.k_pages, self.v_pages = (self.prompts.empty_pages(config) for _ in range(2))
         if self.fp8:
-            self._quantise(ops, Fp8Weight.of(self.weight, row.weight_scales))
+            self._quantise(ops, Fp8Weight.of(self.weight, self.precision.weight_scales))
 
     def _quantise(self, ops: Ops, weight: Fp8Weight) -> None:
         """Choose every scale; that of the result from what one call at a scale of 1 finds."""
@@ -147,12 +147,8 @@ class ProjectionInputs:
 
     def expected(self) -> Sequence[Expected]:
         """What the references make of the same inputs."""
-
-        def by(dtype: torch.dtype) -> Sequence[Tensor]:
-            return self._reference(ReferenceOps(self.config, device=self.device, dtype=dtype))
-
-        same = by(torch.bfloat16)
-        return [Expected(exact, own) for exact, own in zip(by(torch.float32), same, strict=True)]
+        exact, same = (self._reference(ops) for ops in references(self.config, self.precision, self.device))
+        return [Expected(float32, own) for float32, own in zip(exact, same, strict=True)]
 
     def _reference(self, ops: ReferenceOps) -> Sequence[Tensor]:
         weight, scales = self.weight, self.reference_scales
