@@ -196,16 +196,20 @@ class ReferenceOps:
         chosen = (logits == largest).int().argmax(1).int()
         return chosen if out is None else out.copy_(chosen)
 
+    def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """See scaled_linear."""
+        return scaled_linear(x, weight, scale)
+
     def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""
         rstd = torch.rsqrt(sumsq.sum(1, keepdim=True) / x.shape[1] + self.rms_norm_eps)
-        return scaled_linear(x, weight, scale).mul_(rstd)
+        return self._linear(x, weight, scale).mul_(rstd)
 
     def _add_linear(
         self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor | None, fp8: Fp8Output | None
     ) -> Stream:
         """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
-        added = scaled_linear(x, weight, scale).add_(residual)
+        added = self._linear(x, weight, scale).add_(residual)
         stored = residual.to(torch.float32 if phase == "decode" else self.dtype).copy_(added)
         return Stream(stored.to(self.dtype) if fp8 is None else self._stored(added, fp8), row_sumsq(added), stored)
 
