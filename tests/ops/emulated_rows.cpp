@@ -1,4 +1,5 @@
 // The row kernels' own source in the emulator: argmax at every alignment with ties and NaN, gather with bad indices.
+#include "epilogue.cuh"
 #include "rows.cuh"
 
 static int failures = 0;

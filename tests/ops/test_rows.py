@@ -26,7 +26,7 @@ ROWS = (1, 2, 3, 17, 127, 129, 1088)
 NAN, INF = float("nan"), float("inf")
 
 GpuOps = Callable[[str], KernelLibrary]
-Emulate = Callable[[str], str]
+Emulate = Callable[..., str]
 
 
 def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase) -> None:
@@ -280,5 +280,5 @@ def test_argmax_names_wrong_arguments(logits: Tensor, message: str) -> None:
 
 @pytest.mark.compile
 def test_kernels_in_the_emulator(emulate: Emulate) -> None:
-    """The kernels' source, run on the host thread by thread: every alignment, ties, NaN, bad indices."""
-    assert emulate("rows") == ""
+    """The kernels' source, run on the host thread by thread: every alignment, ties, NaN, bad indices, FP8 codes."""
+    assert emulate("rows", "epilogue") == ""
