@@ -569,6 +569,9 @@ inline void store_bf16x8(bf16* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "a misaligned store of 16 bytes");
   *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
 }
+inline uint32_t pack_e4m3x4(float a, float b, float c, float d) {
+  return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | uint32_t(to_e4m3(d)) << 24;
+}
 inline void store_e4m3x8(e4m3* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 8 == 0, "a misaligned store of 8 bytes");
   for (int i = 0; i < 8; ++i) target[i].storage = to_e4m3(values[i]);

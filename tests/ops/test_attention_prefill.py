@@ -20,7 +20,7 @@ from futransformer.build.toolchain import find_cutlass_include, find_host_compil
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import BF16, get_precision
+from futransformer.generator.precision import BF16, PRECISIONS, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_prefill
@@ -430,15 +430,16 @@ def test_wrong_arguments_are_named(recorded: RecordingKernel, changes: dict[str,
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
-def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
+def test_kernel_compiles_to_overlapped_wgmma(model: str, precision: str) -> None:
     """wgmma and TMA loads, no access to local memory; the exponentials run beside the output's wgmma.
 
     The build itself refuses spills and serialised wgmma. That ptxas leaves every exponential of the loop between the
     wait for the scores and the wait for the output is what half of the overlap depends on.
     """
     settings = BuildSettings.from_environment()
-    spec = make_plan(load_config(model), "bf16").attention_prefill
+    spec = make_plan(load_config(model), precision).attention_prefill
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
     head_dim, tile_n = spec.heads.head_dim, spec.tile_n
@@ -446,6 +447,8 @@ def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
     assert occurrences(counts, "HGMMA") == 2 * head_dim // 16 + 2 * tile_n // 16
     assert occurrences(counts, "UTMALDG") > 0
     assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
+    # Two codes each: of two rows of head_dim / 4 columns, behind the loop and in it.
+    assert occurrences(counts, "F2FP.SATFINITE.E4M3") == (head_dim // 2 if spec.fp8_out else 0)
 
     command = [str(find_nvdisasm(settings)), "--print-code", str(record.cubin)]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -459,6 +462,12 @@ def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
 def test_schedule_in_the_emulator(emulate: Callable[[str], str]) -> None:
     """Every item once and longest first, whatever the lengths; the counter of tickets is put back."""
     assert emulate("attention_schedule") == ""
+
+
+@pytest.mark.compile
+def test_outputs_in_the_emulator(emulate: Callable[..., str]) -> None:
+    """Every feature at its place in BF16 and in FP8; maxima and counts of the rows that are stored, of no others."""
+    assert emulate("attention_prefill_output", "epilogue") == ""
 
 
 @pytest.mark.compile
