@@ -584,6 +584,7 @@ inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;
 }
+inline float tanh_approx(float x) { return std::tanh(x); }
 inline int arrive(int* counter) { return (*counter)++; }
 inline void arrive_at_cluster() {
   auto* const cluster = emulator::block->cluster;

@@ -364,7 +364,7 @@ struct Gemm {
   static constexpr int kAskStages = 3;  // 3 k clocks of both consumers' products: more than a miss of L2 under load
   template <class Epilogue>
   using Ending = TileEpilogue<Epilogue, kAtoms, kHalves, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
-                              kConsumerRegisters - kAccumulators * (Promoted ? 2 : 1) - 48>;
+                              kConsumerRegisters - kAccumulators * (Promoted ? 2 : 1) - 48 - Epilogue::kKept>;
 
   // Two blocks have multiplied half of K each. Block 0 keeps the first row of each thread's two, block 1 the second:
   // each sends the sums of the other's, and adds what it receives to its own, which become the half 0 of the fragment.
