@@ -18,12 +18,13 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_specs
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3_MAX, Precision, get_precision
+from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
 from futransformer.packing import pack_decode, pack_prefill, pack_scale
 from futransformer.reference import ReferenceOps, scaled_linear
+from tests.ops.fp8 import EARLIER_COUNT, fp8_output, quantised
 from tests.ops.tolerance import e4m3_step
 
 BF16, FP8 = get_precision("bf16"), get_precision("fp8")
@@ -43,7 +44,6 @@ CHAINS: dict[str, tuple[Phase, Precision]] = {
     "prefill-fp8-tensor": ("prefill", FP8),
     "prefill-fp8-channel": ("prefill", BY_CHANNEL),
 }
-EARLIER_AMAX, EARLIER_COUNT = 2.0**-9, 7  # what calls before have left: results raise it
 
 
 def specs_of(
@@ -68,8 +68,8 @@ def packed_rows(phase: Phase, op: Projection, n: int) -> Tensor:
 class Problem:
     """Inputs of one projection, what its chain reads and writes as files, and the reference's answer.
 
-    FP8 operands are the BF16 ones at scales of their own. Some of the results are beyond the largest code, and the row
-    ``nan_row`` is not a number.
+    FP8 operands are the BF16 ones at scales of their own. Some of the results are beyond the largest code, and the last
+    of several rows is not a number.
     """
 
     def __init__(self, config: LlamaConfig, op: Projection, rows: int, precision: Precision = BF16) -> None:
@@ -98,21 +98,16 @@ class Problem:
 
     def _quantise(self, precision: Precision) -> None:
         """Make the operands FP8, the weight's at a scale for all of it or for each of its rows."""
-        by_channel = precision.weight_scales == "channel"
-        largest = self.logical.float().abs().amax(1) if by_channel else self.logical.float().abs().max()[None]
-        of_weight, of_x = largest / E4M3_MAX, self.x.float().abs().max() / E4M3_MAX
-        self.logical = (self.logical.float() / of_weight[:, None]).to(torch.float8_e4m3fn)
-        self.x = (self.x.float() / of_x).to(torch.float8_e4m3fn)
+        self.logical, of_weight = quantised(self.logical, by_row=precision.weight_scales == "channel")
+        self.x, of_x = quantised(self.x)
         self.scale = of_weight * of_x
-        self.nan_row = self.rows - 1 if self.rows > 1 else None
-        if self.nan_row is not None:
-            self.sumsq[self.nan_row, 0] = torch.nan
-            self.residual[self.nan_row] = torch.nan
+        if self.rows > 1:
+            self.sumsq[-1, 0] = torch.nan
+            self.residual[-1] = torch.nan
 
     def fp8(self) -> Fp8Output:
         """How the result is written: some values lie beyond 448 scales, 1.3 for h and 7.6 for the residual stream."""
-        scale = torch.tensor([0.003 if self.op == "gate_up" else 0.017])
-        return Fp8Output(scale, torch.tensor([EARLIER_AMAX]), torch.tensor([EARLIER_COUNT], dtype=torch.int32))
+        return fp8_output(torch.tensor([0.003 if self.op == "gate_up" else 0.017]))
 
     def files(self, spec: GemmSpec | DecodeGemmSpec, order: Tensor) -> dict[str, Tensor]:
         """Every parameter of the chain: inputs as they are, outputs poisoned, with room behind their last row."""
