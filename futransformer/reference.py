@@ -12,6 +12,7 @@ CUDA device. Phases compute the same thing here; they exist because kernels read
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import E4M3_MAX, Precision
+from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
 
@@ -275,6 +276,14 @@ def allowed_error(same_dtype: Tensor, exact: Tensor, precision: Precision) -> fl
     """
     own = (same_dtype.float() - exact.float()).abs().max().item()
     return precision.rtol_factor * own + precision.atol * exact.float().abs().max().item()
+
+
+def sums_error(k: int, accumulation: Accumulation) -> float:
+    """What FP8 tensor cores may lose of a sum of ``k`` products, relative to its size; docs/numerics.md derives it.
+
+    "fast" adds it to the rule, of the largest value; "promoted" loses less than BF16's rounding, and adds nothing.
+    """
+    return 2.0**-13 * math.sqrt((k if accumulation == "fast" else min(k, 128)) / 3)
 
 
 def largest_error(actual: Tensor, exact: Tensor) -> float:

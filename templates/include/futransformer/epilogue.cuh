@@ -443,32 +443,27 @@ struct ResidualFloat : SumSquares<Parts> {
   }
 };
 
-// FP8 store at a delayed scale: one that earlier calls have led to. Beside it go the largest magnitude, which later ones
-// may be scaled by, and how many values lay beyond the largest code, at which they saturate. Maxima and counts do not
-// depend on the order in which warps deliver them.
-template <int Columns, bool InCodes = false>  // InCodes: the values come in scales already
-struct StoreFp8 : Operation {
-  e4m3* out;           // [rows, Columns]
-  float const* scale;  // [1] what a code of 1 is worth
-  float* amax;         // [1]
+// What values become FP8 by: a delayed scale, one that earlier calls have led to. Beside the codes go the largest
+// magnitude, which later ones may be scaled by, and how many values lay beyond the largest code, at which they saturate.
+// Maxima and counts do not depend on the order in which warps deliver them.
+struct Fp8Scale : Operation {
+  float const* scale;   // [1] what a code of 1 is worth
+  float* amax;          // [1]
   unsigned* saturated;  // [1]
   static constexpr int kKept = 8;
   mutable float per_scale = 1.f;
   mutable float largest = 0.f;  // of this thread's values, in scales
 
-  CUTLASS_DEVICE StoreFp8(e4m3* target, float const* of_codes, float* maximum, unsigned* count)
-      : out(target), scale(of_codes), amax(maximum), saturated(count) {}
+  CUTLASS_DEVICE Fp8Scale(float const* of_codes, float* maximum, unsigned* count)
+      : scale(of_codes), amax(maximum), saturated(count) {}
 
   CUTLASS_DEVICE void prepare() const { per_scale = 1.f / *scale; }
-  template <class Row>
-  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, int column, float (&values)[8]) const {
-    float scaled[8], most = 0.f;
+  // Values in scales, before they are rounded.
+  template <int Count>
+  CUTLASS_DEVICE void observe(float const (&scaled)[Count]) const {
+    float most = 0.f;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      scaled[i] = InCodes ? values[i] : values[i] * per_scale;
-      most = fmaxf(most, fabsf(scaled[i]));
-    }
-    store_e4m3x8(out + size_t(row) * Columns + column, scaled);
+    for (int i = 0; i < Count; ++i) most = fmaxf(most, fabsf(scaled[i]));
     largest = fmaxf(largest, most);
     if (most > kLargestE4m3) count(scaled);
   }
@@ -479,11 +474,29 @@ struct StoreFp8 : Operation {
   }
 
  private:
-  CUTLASS_DEVICE void count(float const (&scaled)[8]) const {
+  template <int Count>
+  CUTLASS_DEVICE void count(float const (&scaled)[Count]) const {
     unsigned beyond = 0;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) beyond += fabsf(scaled[i]) > kLargestE4m3;
+    for (int i = 0; i < Count; ++i) beyond += fabsf(scaled[i]) > kLargestE4m3;
     atomicAdd(saturated, beyond);
+  }
+};
+
+template <int Columns, bool InCodes = false>  // InCodes: the values come in scales already
+struct StoreFp8 : Fp8Scale {
+  e4m3* out;  // [rows, Columns]
+
+  CUTLASS_DEVICE StoreFp8(e4m3* target, float const* of_codes, float* maximum, unsigned* count)
+      : Fp8Scale(of_codes, maximum, count), out(target) {}
+
+  template <class Row>
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, int column, float (&values)[8]) const {
+    float scaled[8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) scaled[i] = InCodes ? values[i] : values[i] * per_scale;
+    store_e4m3x8(out + size_t(row) * Columns + column, scaled);
+    observe(scaled);
   }
 };
 
