@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISIONS
+from futransformer.generator.precision import E4M3, PRECISIONS, get_precision
 
 if TYPE_CHECKING:
     from futransformer.fp8_scaling import ActivationScales
@@ -240,7 +240,7 @@ def load(
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
     from futransformer.model import Llama  # noqa: PLC0415
 
-    if args.fp8_scales is not None and args.precision not in FP8_PRECISIONS:
+    if args.fp8_scales is not None and get_precision(args.precision).prefill != E4M3:
         raise InputError(f"--fp8-scales is of FP8: add --precision {FP8_PRECISIONS[0]}, or leave it out")
     problem = hopper_problem()
     if args.kernels is not None and not args.reference and problem is not None:

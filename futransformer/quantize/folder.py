@@ -122,9 +122,7 @@ def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
         tensor = tensors.get(name)
         if tensor is None or tensor.dtype != torch.float32 or tensor.shape != (results,):
             found = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(
-                f"{scales}: {name} must be float32 [{results}] for {config.name}, but {found}; {again}"
-            )
+            raise CheckpointError(f"{scales}: {name} must be float32 [{results}], but {found}; {again}")
         if not _sound(tensor, positive=name == "scale"):
             raise CheckpointError(f"{scales}: {name} holds values that no scale can be; {again}")
     return ActivationScales(tensors["scale"], tensors["amax"])

@@ -80,7 +80,7 @@ def test_weights_are_copied_where_links_are_not_to_be_had(
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(folder_module.os, "link", refuse)
+    monkeypatch.setattr("os.link", refuse)
     out = write(tiny_base_model, tmp_path / "out")
     assert not (out / "model.safetensors").samefile(tiny_base_model / "model.safetensors")
     assert (out / "model.safetensors").read_bytes() == (tiny_base_model / "model.safetensors").read_bytes()
