@@ -29,6 +29,7 @@ SMALL_MODEL = "smollm2-135m"
 FP8_PRECISIONS = [name for name, precision in PRECISIONS.items() if precision.prefill == E4M3]
 # Windows at a time: a prefill pass is full at a few thousand tokens, a decode step reads all weights for each batch.
 DEFAULT_BATCH = {"prefill": 4, "decode": 32}
+SATURATED_SHOWN = 5  # results whose count is printed; JSON has all
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -199,7 +200,9 @@ def _perplexity(args: argparse.Namespace) -> int:
         for name, value in report.items():
             shown = f"{value:.4f}" if name == "perplexity" else value
             if name == "saturated":
-                shown = "; ".join(f"{place}: {count}" for place, count in value.items())
+                worst = sorted(value.items(), key=lambda item: -item[1])
+                shown = "; ".join(f"{place}: {count}" for place, count in worst[:SATURATED_SHOWN])
+                shown += f"; and {len(worst) - SATURATED_SHOWN} others" if len(worst) > SATURATED_SHOWN else ""
             print(f"{name.replace('_', ' '):<16} {shown}")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.memory import plan_memory
 from futransformer.model import Llama
+from futransformer.perplexity import score
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.fp8 import scale_of
-from futransformer.reference import largest_error
+from futransformer.reference import ReferenceOps, largest_error
+from futransformer.tokenizer import Tokenizer
 
 FP8 = get_precision("fp8")
 # E4M3 keeps 3 bits of mantissa where BF16 keeps 7, so one rounding is 2^4 times as large; and beside activations the
@@ -226,3 +229,28 @@ def test_the_memory_plan_of_an_8b_model_on_kernels() -> None:
     assert plan.decode_weights == plain.decode_weights == 2 * (projections + head)
     assert plan.activations == 8192 * (2 * (4096 + 4096) + 4096 + 4096 + 14336)
     assert plain.activations == 8192 * 2 * (4096 + 2 * 4096 + 14336)
+
+
+# The real model
+
+
+@pytest.mark.model
+def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: Path) -> None:
+    """FP8 is larger noise of the same kind as BF16's, and costs what noise of its size must.
+
+    Noise d on the logits changes a token's -log p by E_p[d] - d(token) + Var_p[d] / 2, to second order. Where tokens
+    come as p says, the first part has the mean square Var_p[d], and no mean: the mean is half of the mean square.
+    """
+    text = (resources.files("futransformer") / "data" / "sample.txt").read_text(encoding="utf-8")
+    tokens = Tokenizer(small_model).encode(text)
+    plain = Llama.from_pretrained(small_model, device="cpu", cache_tokens=512)
+    exact = Llama.from_pretrained(small_model, ops=ReferenceOps(plain.config, dtype=torch.float32), cache_tokens=512)
+    model = load(small_model, cache_tokens=512)
+    calibrate(model, tokens, context=128, samples=4)
+    bf16, float32, fp8 = (score(each, tokens, context=128, windows=4, batch=4).nll for each in (plain, exact, model))
+    noise = fp8 - float32
+    assert (bf16 - float32).std() < noise.std() <= COARSER * (bf16 - float32).std()
+    error = 4 * noise.std() / len(noise) ** 0.5
+    assert -error <= noise.mean() <= noise.square().mean() / 2 + error
+    (answer,) = model.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
+    assert "Paris" in Tokenizer(small_model).decode(answer)
