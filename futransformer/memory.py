@@ -11,7 +11,7 @@ import torch
 from futransformer.build.machine import available_memory
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import OutOfMemoryError
-from futransformer.generator.precision import Precision
+from futransformer.generator.precision import BF16, Precision
 from futransformer.generator.specs import PAGE_SIZE
 
 FLOAT32_BITS = 32
@@ -44,7 +44,7 @@ def plan_memory(
     """Count a model with a cache of ``cache_tokens`` and at most ``rows`` tokens a pass.
 
     Kernels read one packing of every projection and of the head in prefill and another in decode; the reference holds
-    one float32 copy for both.
+    one float32 copy for both, or one a phase of projections whose weights differ. Scales of FP8 are not counted.
     """
     heads = config.heads
     layer = config.hidden_size * (heads.qkv_features + heads.q_features + 3 * config.intermediate_size)
@@ -57,16 +57,22 @@ def plan_memory(
     rope = config.max_position_embeddings * config.head_dim * 4
     features = config.num_hidden_layers * heads.kv_features
     pages = -(-cache_tokens // PAGE_SIZE)
-    # x, q, attention's output and h of every row, and float32 logits of a few rows
-    row_features = config.hidden_size + 2 * heads.q_features + config.intermediate_size
+    # of every row x (once more where GEMMs read it in FP8), q, attention's output and h; float32 logits of a few rows
+    quantised = precision.prefill != BF16
+    read_by_gemms = heads.q_features + config.intermediate_size + config.hidden_size * quantised
+    row_bits = (config.hidden_size + heads.q_features) * 16 + read_by_gemms * precision.prefill.bits
+    if reference:
+        prefill_weights = weights(FLOAT32_BITS, FLOAT32_BITS)
+        decode_weights = weights(FLOAT32_BITS, 0) if precision.prefill != precision.decode else 0
+    else:
+        prefill_weights = weights(precision.prefill.bits, precision.head.bits)
+        decode_weights = weights(precision.decode.bits, precision.head.bits)
     return MemoryPlan(
-        prefill_weights=weights(FLOAT32_BITS, FLOAT32_BITS)
-        if reference
-        else weights(precision.prefill.bits, precision.head.bits),
-        decode_weights=0 if reference else weights(precision.decode.bits, precision.head.bits),
+        prefill_weights=prefill_weights,
+        decode_weights=decode_weights,
         embedding=head * 2 + rope,
         kv_cache=2 * pages * PAGE_SIZE * features * precision.kv.bits // 8,
-        activations=rows * row_features * 2,
+        activations=rows * row_bits // 8,
     )
 
 

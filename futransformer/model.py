@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from futransformer.blocks import DecodePass, LayerWeights, Packed, Pass, PrefillPass, llama_block
+from futransformer.blocks import UNSCALED, DecodePass, LayerWeights, Packed, Pass, PrefillPass, llama_block
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
+from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
-from futransformer.ops.interface import Ops, Phase, Projection, Stream
+from futransformer.ops.interface import Ops, Phase, Stream
+from futransformer.quantize.folder import read_scales
+from futransformer.quantize.fp8 import quantize_weight
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class LlamaWeights:
     rope_table: Tensor
     layers: list[LayerWeights]
     lm_head: Packed
+    scales: tuple[Tensor, ...] = ()  # of the FP8 weights: each layer's READERS, in order, as their GEMMs read them
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,9 @@ class Llama:
         cache: KVCache,
         *,
         max_rows: int = MAX_ROWS,
+        scaling: Fp8Scaling | None = None,
     ) -> None:
-        """Put the parts together; ``from_pretrained`` makes them from a folder."""
+        """Put the parts together; ``from_pretrained`` makes them from a folder. ``scaling`` is of an FP8 prefill."""
         if max_rows < 1:
             raise InputError(f"a pass takes at least one row: max_rows must not be {max_rows}")
         self.config = config
@@ -81,6 +86,7 @@ class Llama:
         self.weights = weights
         self.cache = cache
         self.max_rows = max_rows
+        self.scaling = scaling
         self.sequences: list[CachedSequence] = []
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
@@ -99,6 +105,8 @@ class Llama:
         kernels: Path | None = None,
         progress: Callable[[str], None] | None = None,
         batch_invariant: bool = False,
+        fp8_scales: Fp8Scales = "frozen",
+        activation_scales: ActivationScales | None = None,
     ) -> Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
@@ -106,9 +114,14 @@ class Llama:
         was chosen. ``kernels`` names a folder of built kernels, and so asks for a GPU; ``progress`` hears what takes
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
+
+        An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``activation_scales`` in place of
+        that folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
         folder, precision = Path(folder), get_precision(precision)
         config = load_config(folder)
+        if precision.prefill == E4M3 and activation_scales is None:
+            activation_scales = read_scales(folder, config)
         wanted = "cuda" if device is None and kernels is not None else device
         target = ops.device if ops is not None else pick_device(wanted)
         if kernels is not None and (ops is not None or target.type == "cpu"):
@@ -124,8 +137,12 @@ class Llama:
         kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
-            weights = load_weights(checkpoint, config, ops)
-        return cls(config, ops, weights, cache, max_rows=max_rows)
+            weights = load_weights(checkpoint, config, ops, precision)
+        scaling = None
+        if precision.prefill == E4M3:
+            assert activation_scales is not None
+            scaling = Fp8Scaling(activation_scales, weights.scales, mode=fp8_scales)
+        return cls(config, ops, weights, cache, max_rows=max_rows, scaling=scaling)
 
     # The batch of sequences
 
@@ -226,11 +243,17 @@ class Llama:
         ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
         with self.ops.chain():  # opened when all that its kernels may read early is on its way
             stream = self._forward(ids, rows_of_pass)
+            # the head reads the residual, which is BF16 where x is FP8
+            x, sumsq = stream.residual, stream.sumsq
             if rows == "last":
-                if not last:
-                    return torch.empty(0, self.config.vocab_size, device=device)
-                stream = self.ops.gather_rows("prefill", stream.x, ends)
-            return self.ops.lm_head("prefill", stream.x, stream.sumsq, self.weights.lm_head["prefill"])
+                x, sumsq, _ = self.ops.gather_rows("prefill", x, ends)
+            if len(x):
+                logits = self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+            else:
+                logits = torch.empty(0, self.config.vocab_size, device=device)
+        if self.scaling is not None:
+            self.scaling.finish_pass()
+        return logits
 
     # Decode
 
@@ -349,10 +372,13 @@ class Llama:
 
     def _forward(self, tokens: Tensor, rows: Pass) -> Stream:
         """Embed and run all blocks: the stream before the final norm."""
-        stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens)
+        scaling = self.scaling if rows.phase == "prefill" else None
+        first = None if scaling is None else scaling.embedding
+        stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
-            stream = llama_block(self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages)
+            scales = UNSCALED if scaling is None else scaling.blocks[index]
+            stream = llama_block(self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages, scales)
         return stream
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -439,28 +465,28 @@ def make_ops(
     return load_kernels(config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant)
 
 
-def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops) -> LlamaWeights:
-    """Fold and pack, one layer at a time, so that no more than one layer exists twice."""
-
-    def pack(op: Projection, logical: Tensor) -> Packed:
-        return {phase: ops.pack(op, phase, logical) for phase in PHASES}
-
+def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision) -> LlamaWeights:
+    """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice."""
+    scales: list[Tensor] = []
     layers = []
     for index in range(config.num_hidden_layers):
         logical = checkpoint.layer(index)
-        layers.append(
-            LayerWeights(
-                qkv=pack("qkv", logical.qkv),
-                o=pack("o", logical.o),
-                gate_up=pack("gate_up", logical.gate_up),
-                down=pack("down", logical.down),
-            )
-        )
+        packed: dict[str, Packed] = {}
+        for op in READERS:
+            weight: Tensor = getattr(logical, op).to(ops.device)
+            packed[op] = {"decode": ops.pack(op, "decode", weight)}
+            if precision.prefill == E4M3:
+                weight, scale = quantize_weight(f"{config.name}: layer {index}, {op}", weight, precision.weight_scales)
+                scales.append(ops.pack_scale(op, scale))
+            packed[op]["prefill"] = ops.pack(op, "prefill", weight)
+        layers.append(LayerWeights(**packed))
+    lm_head = checkpoint.lm_head()
     return LlamaWeights(
         embedding=checkpoint.embedding().to(ops.device),
         rope_table=checkpoint.rope_table().to(ops.device),
         layers=layers,
-        lm_head=pack("lm_head", checkpoint.lm_head()),
+        lm_head={phase: ops.pack("lm_head", phase, lm_head) for phase in PHASES},
+        scales=tuple(scales),
     )
 
 

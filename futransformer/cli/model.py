@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.precision import E4M3, PRECISIONS, get_precision
 
 if TYPE_CHECKING:
+    from futransformer.fp8_scaling import ActivationScales
     from futransformer.model import Llama
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 SMALL_MODEL = "smollm2-135m"
+FP8_PRECISIONS = [name for name, precision in PRECISIONS.items() if precision.prefill == E4M3]
 # Windows at a time: a prefill pass is full at a few thousand tokens, a decode step reads all weights for each batch.
 DEFAULT_BATCH = {"prefill": 4, "decode": 32}
+SATURATED_SHOWN = 5  # results whose count is printed; JSON has all
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -35,7 +39,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="write text that continues or answers a prompt",
         description="Write text, greedily: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
     )
-    _add_model(run)
+    add_model(run)
+    _add_precision(run)
     run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
     run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
     run.add_argument(
@@ -50,7 +55,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="measure how well a model predicts a text",
         description="Measure how well a model predicts a text, in windows that do not overlap (docs/numerics.md).",
     )
-    _add_model(perplexity)
+    add_model(perplexity)
+    _add_precision(perplexity)
     perplexity.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8 text to score (default: a page that comes with the package)"
     )
@@ -68,7 +74,8 @@ def add_parsers(subparsers: Subparsers) -> None:
     perplexity.set_defaults(handler=_perplexity)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and where it runs."""
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
     parser.add_argument("--reference", action="store_true", help="compute on the CPU reference, even beside a GPU")
     parser.add_argument(
@@ -78,6 +85,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="kernels that `futransformer build -o` exported; without a Hopper GPU the reference computes, and says so",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
+    parser.add_argument(
+        "--fp8-scales",
+        choices=("frozen", "running"),
+        help="scales of an FP8 prefill: as calibrated, or following what is read (default: frozen)",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -90,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
     if not prompt:
         raise InputError("the prompt is empty: give --prompt at least one word")
-    model = _load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
+    model = load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
     stream = TextStream(tokenizer)
 
     def show(_: int, token: int) -> None:
@@ -103,9 +119,12 @@ def _run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     if not args.json:
         print(stream.rest())
+    saturated = _saturated(model)
+    if not args.json:
         return 0
     report = {
         "model": model.config.name,
+        "precision": args.precision,
         "backend": model.ops.describe(),
         "prompt": args.prompt,
         "chat": chat,
@@ -115,6 +134,7 @@ def _run(args: argparse.Namespace) -> int:
         "seconds": round(seconds, 3),
         "tokens": tokens,
         "text": stream.text,
+        **saturated,
     }
     print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
@@ -138,10 +158,10 @@ def _perplexity(args: argparse.Namespace) -> int:
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")
     batch = min(batch, len(windows))
-    model = _load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
+    model = load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
 
     def show(done: int, total: int, so_far: float) -> None:
-        _say(f"{done} of {total} windows, perplexity so far {so_far:.3f}")
+        say(f"{done} of {total} windows, perplexity so far {so_far:.3f}")
 
     start = time.perf_counter()
     result = score(
@@ -159,6 +179,7 @@ def _perplexity(args: argparse.Namespace) -> int:
             np.save(stream, result.nll.numpy())
     report: dict[str, Any] = {
         "model": model.config.name,
+        "precision": args.precision,
         "backend": model.ops.describe(),
         "through": args.through,
         "text": text_name,
@@ -171,13 +192,32 @@ def _perplexity(args: argparse.Namespace) -> int:
         "tokens_left_out": result.tokens_left_out,
         "seconds": round(seconds, 3),
         "perplexity": result.perplexity,
+        **_saturated(model),
     }
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         for name, value in report.items():
-            print(f"{name.replace('_', ' '):<16} {f'{value:.4f}' if name == 'perplexity' else value}")
+            shown = f"{value:.4f}" if name == "perplexity" else value
+            if name == "saturated":
+                worst = sorted(value.items(), key=lambda item: -item[1])
+                shown = "; ".join(f"{place}: {count}" for place, count in worst[:SATURATED_SHOWN])
+                shown += f"; and {len(worst) - SATURATED_SHOWN} others" if len(worst) > SATURATED_SHOWN else ""
+            print(f"{name.replace('_', ' '):<16} {shown}")
     return 0
+
+
+def _saturated(model: Llama) -> dict[str, dict[str, int]]:
+    """What to report of FP8 values that saturated; says so in one line if any did."""
+    counts = {} if model.scaling is None else model.scaling.saturated()
+    if not counts:
+        return {}
+    worst = max(counts, key=lambda name: counts[name])
+    say(
+        f"warning: {sum(counts.values())} FP8 values saturated, most of them in {worst}: the text goes beyond what was "
+        "calibrated; calibrate on text like it, or use --fp8-scales running"
+    )
+    return {"saturated": counts}
 
 
 def model_folder(name: str) -> Path:
@@ -185,7 +225,7 @@ def model_folder(name: str) -> Path:
     if name == SMALL_MODEL and not Path(name).exists():
         from futransformer.small_model import prepare_small_model  # noqa: PLC0415 - see futransformer.cli
 
-        return prepare_small_model(progress=_say)
+        return prepare_small_model(progress=say)
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         known = f"; {name} is the name of a shape, without weights" if name.lower() in CONFIGS else ""
@@ -196,23 +236,30 @@ def model_folder(name: str) -> Path:
     return folder
 
 
-def _load(args: argparse.Namespace, folder: Path, cache_tokens: int) -> Llama:
+def load(
+    args: argparse.Namespace, folder: Path, cache_tokens: int, activation_scales: ActivationScales | None = None
+) -> Llama:
     """Load the model and say what computes."""
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
     from futransformer.model import Llama  # noqa: PLC0415
 
+    if args.fp8_scales is not None and get_precision(args.precision).prefill != E4M3:
+        raise InputError(f"--fp8-scales is of FP8: add --precision {FP8_PRECISIONS[0]}, or leave it out")
     problem = hopper_problem()
     if args.kernels is not None and not args.reference and problem is not None:
-        _say(f"{problem}; the kernels in {args.kernels} are not used")
+        say(f"{problem}; the kernels in {args.kernels} are not used")
         args.kernels = None
     model = Llama.from_pretrained(
         folder,
+        precision=args.precision,
         device="cpu" if args.reference else None,
         cache_tokens=cache_tokens,
         kernels=args.kernels,
-        progress=_say,
+        progress=say,
+        fp8_scales=args.fp8_scales or "frozen",
+        activation_scales=activation_scales,
     )
-    _say(f"{model.config.name} on: {model.ops.describe()}")
+    say(f"{model.config.name} on: {model.ops.describe()}")
     return model
 
 
@@ -228,5 +275,6 @@ def read_text(path: Path | None) -> tuple[str, str]:
         raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,77 @@
+"""``futransformer calibrate``: the scales of an FP8 prefill from a text, and the model written with them."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from futransformer.cli.model import FP8_PRECISIONS, add_model, load, model_folder, read_text, say
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="find the scales of an FP8 prefill, and write the model with them",
+        description="Read a text through the FP8 kernels (elsewhere through the CPU reference), find the scales of "
+        "what they write in FP8, and write a folder that holds the model and these scales (docs/numerics.md).",
+    )
+    add_model(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="the folder to write")
+    parser.add_argument("--force", action="store_true", help="replace an earlier calibration in OUT")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text like what the model will read (default: a page that comes with the package, enough for a try)",
+    )
+    parser.add_argument("--samples", type=int, default=8, metavar="N", help="windows of the text (default: 8)")
+    parser.add_argument("--context", type=int, default=1024, metavar="L", help="tokens in a window (default: 1024)")
+    default = FP8_PRECISIONS[0]
+    parser.add_argument(
+        "--precision", choices=FP8_PRECISIONS, default=default, help=f"what to calibrate for (default: {default})"
+    )
+    parser.set_defaults(handler=_calibrate, fp8_scales=None)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from futransformer.fp8_scaling import ActivationScales  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.generator.config import load_config  # noqa: PLC0415
+    from futransformer.generator.precision import get_precision  # noqa: PLC0415
+    from futransformer.quantize.calibrate import RULE, calibrate, choose_windows  # noqa: PLC0415
+    from futransformer.quantize.folder import check_output, write_folder  # noqa: PLC0415
+    from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
+
+    text_name, text = read_text(args.text)
+    folder = model_folder(args.model)
+    check_output(folder, args.output, force=args.force)
+    tokens = Tokenizer(folder).encode(text)
+    window = len(choose_windows(tokens, args.context, args.samples)[0])
+    unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
+    model = load(args, folder, window, unknown)
+
+    def show(done: int, total: int) -> None:
+        say(f"{done} of {total} readings")
+
+    result = calibrate(model, tokens, context=args.context, samples=args.samples, progress=show)
+    calibration = {
+        "rule": RULE,
+        "text": Path(text_name).name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "windows": result.windows,
+        "context": result.context,
+        "backend": model.ops.describe(),
+        "saturated": result.saturated,
+    }
+    write_folder(folder, args.output, result.scales, get_precision(args.precision), calibration, force=args.force)
+    if args.json:
+        print(json.dumps({"model": model.config.name, "output": str(args.output), **calibration}, indent=2))
+    else:
+        print(f"{args.output}: {model.config.name} with FP8 scales of {result.windows} x {result.context} tokens")
+    return 0

@@ -1,0 +1,178 @@
+"""The scales of an FP8 prefill, on the device: of what it writes in FP8, and of the sums of its projections.
+
+L layers write 4 L + 1 FP8 results. Result 4 l + i is read by projection i of layer l:
+
+| i | result | written by | read by |
+| --- | --- | --- | --- |
+| 0 | x | the embedding's gather, or down of the layer before | qkv |
+| 1 | attention output | attention | o |
+| 2 | middle: x after attention | o | gate_up |
+| 3 | h | gate_up | down |
+
+and the last result, x after the last layer, by nobody. All of them share one tensor for each quantity, so that a pass
+costs a handful of small launches, none of which waits for the device.
+
+Scales are *delayed*: a pass writes by scales that were fixed before it. They are those of a calibration, and then
+
+- *frozen*, they stay, and a prompt's logits do not depend on what was read before it;
+- *running*, after each pass a result's scale is its calibrated one times the largest magnitude of the last passes
+  (``HISTORY``, which begin as the calibration's) over that of the calibration.
+
+Either way a value beyond 448 scales saturates, and is counted; the largest magnitudes are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from futransformer.blocks import BlockScales
+from futransformer.generator.errors import InputError
+from futransformer.generator.precision import E4M3_MAX
+from futransformer.ops.interface import Fp8Output, Projection
+from futransformer.quantize.fp8 import SMALLEST_SCALE, scale_of
+
+Fp8Scales = Literal["frozen", "running"]
+HISTORY = 16  # passes that a running scale remembers
+
+RESULTS = ("x", "attention output", "middle", "h")
+READERS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class ActivationScales:
+    """Of each FP8 result, float32 [4 L + 1] on the CPU: its scale, and the largest magnitude that led to it."""
+
+    scale: Tensor
+    amax: Tensor
+
+    @classmethod
+    def from_amax(cls, amax: Tensor) -> ActivationScales:
+        """Scales by the rule."""
+        return cls(scale_of(amax), amax)
+
+    @classmethod
+    def unknown(cls, layers: int) -> ActivationScales:
+        """What a calibration begins with: codes are worth what they say."""
+        return cls.from_amax(torch.full((len(RESULTS) * layers + 1,), E4M3_MAX))
+
+
+def result_name(index: int, results: int) -> str:
+    """A result as a person calls it."""
+    if index == results - 1:
+        return "x after the last layer"
+    return f"layer {index // len(RESULTS)}, {RESULTS[index % len(RESULTS)]}"
+
+
+class Fp8Scaling:
+    """The scales of one model, the maxima and counts that its passes leave, and how scales follow them."""
+
+    def __init__(
+        self,
+        calibrated: ActivationScales,
+        weight_scales: Sequence[Tensor],
+        *,
+        mode: Fp8Scales = "frozen",
+        history: int = HISTORY,
+    ) -> None:
+        """``weight_scales``: those of each layer's ``READERS``, in order, [1] or [N], as the GEMMs read them."""
+        if mode not in get_args(Fp8Scales):
+            raise InputError(f"FP8 scales are {' or '.join(get_args(Fp8Scales))}, not {mode!r}")
+        if history < 1:
+            raise InputError(f"running FP8 scales remember at least one pass, not {history}")
+        self.mode = mode
+        self.results = len(weight_scales) + 1
+        device = weight_scales[0].device
+        counts = [scale.numel() for scale in weight_scales]
+        self._weight_scales = torch.cat(list(weight_scales))
+        self._read = torch.arange(self.results - 1).repeat_interleave(torch.tensor(counts)).to(device)
+        self._sums = torch.empty_like(self._weight_scales)
+        self._scale, self._amax, self._ratio, self._peak, self._largest = (
+            torch.zeros(self.results, device=device) for _ in range(5)
+        )
+        self._saturated = torch.zeros(self.results, dtype=torch.int32, device=device)  # of one pass
+        self._total = torch.zeros(self.results, dtype=torch.int64, device=device)
+        self._history = torch.zeros(history, self.results, device=device)
+        self._passes = 0
+
+        outputs = [
+            Fp8Output(self._scale[i : i + 1], self._amax[i : i + 1], self._saturated[i : i + 1])
+            for i in range(self.results)
+        ]
+        sums = torch.split(self._sums, counts)
+        self.embedding = outputs[0]
+        self.blocks = [
+            BlockScales(
+                qkv=sums[i],
+                o=sums[i + 1],
+                gate_up=sums[i + 2],
+                down=sums[i + 3],
+                attended=outputs[i + 1],
+                middle=outputs[i + 2],
+                h=outputs[i + 3],
+                end=outputs[i + 4],
+            )
+            for i in range(0, self.results - 1, len(RESULTS))
+        ]
+        self.use(calibrated)
+
+    def use(self, calibrated: ActivationScales) -> None:
+        """Begin anew from these scales, with nothing recorded."""
+        if calibrated.scale.shape != (self.results,) or calibrated.amax.shape != (self.results,):
+            raise InputError(
+                f"the model writes {self.results} FP8 results; there are {calibrated.scale.numel()} scales and "
+                f"{calibrated.amax.numel()} maxima: calibrate this model"
+            )
+        self.calibrated = calibrated
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the calibrated scales; nothing recorded."""
+        scale, amax = self.calibrated.scale, self.calibrated.amax
+        self._scale.copy_(scale)
+        self._ratio.copy_(torch.where(amax > 0, scale / amax, scale_of(torch.ones(1))))
+        self._history.copy_(amax)
+        for counted in (self._amax, self._saturated, self._largest, self._total):
+            counted.zero_()
+        self._passes = 0
+        self.scale_sums()
+
+    def finish_pass(self) -> None:
+        """Take in what a pass has recorded; running scales follow. Launches only, outside any chain."""
+        torch.maximum(self._largest, self._amax, out=self._largest)
+        self._total.add_(self._saturated)
+        if self.mode == "running":
+            torch.amax(self._history, 0, out=self._peak)
+            # A magnitude that is not finite is a fault of the input or the weights, and says nothing about a scale.
+            observed = torch.where(self._amax.isfinite(), self._amax, self._peak)
+            self._history[self._passes % len(self._history)].copy_(observed)
+            torch.amax(self._history, 0, out=self._peak)
+            followed = (self._peak * self._ratio).clamp_(min=SMALLEST_SCALE)
+            self._scale.copy_(torch.where(self._peak > 0, followed, 1.0))
+            self.scale_sums()
+        self._amax.zero_()
+        self._saturated.zero_()
+        self._passes += 1
+
+    def scale_sums(self) -> None:
+        """Bring the scales of the sums up to those of the results."""
+        torch.mul(self._scale[self._read], self._weight_scales, out=self._sums)
+
+    # What the user may ask for; these wait for the device.
+
+    def scale(self) -> Tensor:
+        """The scales that the next pass will write by, float32 [4 L + 1]."""
+        return self._scale.to("cpu", copy=True)
+
+    def largest(self) -> Tensor:
+        """The largest magnitude of each result since the last reset, float32 [4 L + 1]."""
+        return self._largest.to("cpu", copy=True)
+
+    def saturated(self) -> dict[str, int]:
+        """How many values have saturated since the last reset, by result; those without any are left out."""
+        counts = self._total.tolist()
+        return {result_name(index, self.results): count for index, count in enumerate(counts) if count}

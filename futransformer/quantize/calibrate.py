@@ -1,0 +1,120 @@
+"""The scales of an FP8 prefill, from a text: the largest magnitude of every FP8 result, by the rule of ``scale_of``.
+
+The text is read by the FP8 operations themselves, on kernels as on the reference, so nothing else needs to be built.
+They record magnitudes before these saturate; but a result that saturates, or whose scale is far too coarse, falsifies
+all that come after it. So each operation that writes one is called twice: to learn its largest magnitude, and again to
+write by the scale of that. A second reading, by the scales that the windows have led to together, adds what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from futransformer.fp8_scaling import ActivationScales, Fp8Scaling, result_name
+from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.model import Llama, check_numbers
+from futransformer.ops.interface import Fp8Output, Ops
+from futransformer.perplexity import split_windows
+from futransformer.quantize.fp8 import scale_of
+
+RULE = "scale = amax / 448, amax the largest magnitude of the calibration text"
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Scales, and how they came about."""
+
+    scales: ActivationScales
+    windows: int
+    context: int
+    saturated: int  # values in the second reading
+
+
+def choose_windows(tokens: Sequence[int], context: int, samples: int) -> list[Sequence[int]]:
+    """At most ``samples`` full windows, spread evenly over the text; a text shorter than one window is one."""
+    if samples < 1:
+        raise InputError(f"a calibration takes at least 1 window, not {samples}")
+    windows = split_windows(tokens, context)
+    count = min(samples, len(windows))
+    return [windows[index * len(windows) // count] for index in range(count)]
+
+
+def calibrate(
+    model: Llama,
+    tokens: Sequence[int],
+    *,
+    context: int = 1024,
+    samples: int = 8,
+    progress: Progress = lambda done, of: None,
+) -> Calibration:
+    """Find the scales for a text and leave the model with them. Whatever scales it had before do not matter.
+
+    ``progress`` hears of every reading of a window, and of how many there are: two each.
+    """
+    scaling = model.scaling
+    if scaling is None:
+        raise InputError("calibration is of an FP8 prefill: load the model with precision fp8")
+    windows = choose_windows(tokens, context, samples)
+    ops = model.ops
+    scaling.use(ActivationScales.unknown(model.config.num_hidden_layers))
+    model.ops = cast("Ops", _LearningOps(ops, scaling))
+    try:
+        first = _read(model, scaling, windows, progress, 0)
+    finally:
+        model.ops = ops
+    scaling.use(ActivationScales.from_amax(first))
+    second = _read(model, scaling, windows, progress, len(windows))
+    saturated = sum(scaling.saturated().values())
+    scales = ActivationScales.from_amax(torch.maximum(first, second))
+    scaling.use(scales)
+    return Calibration(scales, len(windows), len(windows[0]), saturated)
+
+
+def _read(model: Llama, scaling: Fp8Scaling, windows: Sequence[Sequence[int]], progress: Progress, read: int) -> Tensor:
+    """Read each window by itself, after ``read`` readings of one; the largest magnitudes of all of them."""
+    for done, window in enumerate(windows, read + 1):
+        check_numbers(model.config.name, model.prefill([window]))
+        progress(done, 2 * len(windows))
+    model.keep([])
+    amax = scaling.largest()
+    if not amax.isfinite().all():
+        place = result_name(int((~amax.isfinite()).nonzero()[0]), len(amax))
+        raise CheckpointError(
+            f"{model.config.name}: {place}: values that are not finite cannot be calibrated; fetch the checkpoint again"
+        )
+    return amax
+
+
+class _LearningOps:
+    """Ops whose FP8 results are written by the scale of their own largest magnitude."""
+
+    def __init__(self, ops: Ops, scaling: Fp8Scaling) -> None:
+        self._ops = ops
+        self._scaling = scaling
+
+    def chain(self) -> AbstractContextManager[None]:
+        """No chain: scales are written between its operations."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other operation: called twice if it writes an FP8 result."""
+        operation = getattr(self._ops, name)
+
+        def learning(*inputs: Any, **options: Any) -> Any:
+            fp8: Fp8Output | None = options.get("fp8")
+            if fp8 is not None:
+                adds = name in ("o", "down")  # to their last input, in place: to a copy of it the first time
+                operation(*inputs[:-1], inputs[-1].clone() if adds else inputs[-1], **options)
+                fp8.scale.copy_(scale_of(fp8.amax))
+                self._scaling.scale_sums()
+            return operation(*inputs, **options)
+
+        return learning if callable(operation) else operation

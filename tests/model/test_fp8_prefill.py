@@ -1,0 +1,256 @@
+"""A model whose prefill is FP8, on the reference: its error, its scales in use, and decode after it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from futransformer.fp8_scaling import ActivationScales
+from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.precision import Precision, get_precision
+from futransformer.memory import plan_memory
+from futransformer.model import Llama
+from futransformer.perplexity import score
+from futransformer.quantize.calibrate import Calibration, calibrate
+from futransformer.quantize.fp8 import scale_of
+from futransformer.reference import ReferenceOps, largest_error
+from futransformer.tokenizer import Tokenizer
+
+FP8 = get_precision("fp8")
+# E4M3 keeps 3 bits of mantissa where BF16 keeps 7, so one rounding is 2^4 times as large; and beside activations the
+# weights are rounded, which are as many operands again.
+COARSER = 2**4 * math.sqrt(2)
+TOKENS = torch.randint(256, (400,), generator=torch.Generator().manual_seed(2)).tolist()
+PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 70), (100, 3), (120, 64))]
+
+
+def load(folder: Path, scales: ActivationScales | None = None, **options: Any) -> Llama:
+    """The model with FP8 prefill; without scales, with those of nothing."""
+    unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
+    return Llama.from_pretrained(
+        folder,
+        **{
+            "precision": "fp8",
+            "device": "cpu",
+            "cache_tokens": 2048,
+            "activation_scales": scales or unknown,
+            **options,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def scales(tiny_model: Path) -> ActivationScales:
+    """Those of the tiny model for TOKENS."""
+    return calibrate(load(tiny_model), TOKENS, context=100, samples=4).scales
+
+
+@torch.inference_mode()
+def transformers_logits(folder: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return torch.cat([model(torch.tensor([prompt])).logits[0].float() for prompt in prompts])
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_the_error_is_that_of_fp8(tiny_model: Path, scales: ActivationScales, granularity: Any) -> None:
+    """Two-times rule of the whole model, by the size of one rounding; and so far off that FP8 must have been read."""
+    precision: Precision = replace(FP8, weight_scales=granularity)
+    exact = transformers_logits(tiny_model, PROMPTS)
+    theirs = largest_error(transformers_logits(tiny_model, PROMPTS, torch.bfloat16), exact)
+    model = load(tiny_model, scales, precision=precision)
+    error = largest_error(model.prefill(PROMPTS, rows="all"), exact)
+    assert error <= 2 * COARSER * theirs
+    assert error > 2 * theirs
+    last = model.prefill(PROMPTS)
+    ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
+    # collected rows are scaled by the sums of squares of the rounded stream
+    torch.testing.assert_close(last, model.prefill(PROMPTS, rows="all")[ends], rtol=2.0**-8, atol=0)
+
+
+def test_decode_goes_on_in_bf16_from_what_an_fp8_prefill_wrote(tiny_model: Path, scales: ActivationScales) -> None:
+    """Only the cache is FP8's work: a token's error is at most a prefilled one's, and BF16's without a prefill."""
+    model, plain = load(tiny_model, scales), Llama.from_pretrained(tiny_model, device="cpu", cache_tokens=2048)
+    model.prefill([prompt[:-1] for prompt in PROMPTS])
+    decoded = model.decode([prompt[-1] for prompt in PROMPTS])
+    exact = transformers_logits(tiny_model, PROMPTS)
+    ends = torch.tensor([len(prompt) for prompt in PROMPTS]).cumsum(0) - 1
+    theirs = largest_error(transformers_logits(tiny_model, PROMPTS, torch.bfloat16), exact)
+    assert largest_error(decoded, exact[ends]) <= 2 * COARSER * theirs
+    for each in (model, plain):
+        each.start(2)
+    assert torch.equal(model.decode([5, 6]), plain.decode([5, 6]))
+    generated = model.generate(PROMPTS, 4, eos_token_ids=[])
+    assert generated == model.generate(PROMPTS, 4, eos_token_ids=[])
+    assert model.cache.pool.dtype == torch.bfloat16
+
+
+def test_frozen_logits_do_not_depend_on_earlier_requests(tiny_model: Path, scales: ActivationScales) -> None:
+    model = load(tiny_model, scales)
+    before = model.prefill(PROMPTS, rows="all")
+    model.generate([TOKENS[200:330], [3]], 5)
+    model.prefill([[256] * 40])
+    assert torch.equal(model.prefill(PROMPTS, rows="all"), before)
+
+
+def test_running_scales_are_those_of_what_was_read(tiny_model: Path, scales: ActivationScales) -> None:
+    """Made for a magnitude 64 times as large, they come down to what is read once the history has passed."""
+    assert scales.amax.min() > 0
+    large = ActivationScales.from_amax(64 * scales.amax)
+    running, frozen = load(tiny_model, large, fp8_scales="running"), load(tiny_model, large)
+    assert running.scaling is not None
+    assert frozen.scaling is not None
+    frozen.prefill(PROMPTS)
+    first = running.prefill(PROMPTS)
+    assert torch.equal(running.scaling.scale(), large.scale)
+    for _ in range(15):
+        running.prefill(PROMPTS)
+    assert (running.scaling.scale() < large.scale / 8).all()
+    last = running.prefill(PROMPTS)
+    assert not torch.equal(first, last)
+    # x is read from the table: its maximum is the table's, whatever the scale
+    ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    table = running.weights.embedding[ids].float().abs().amax()
+    torch.testing.assert_close(running.scaling.scale()[0], scale_of(table), rtol=2.0**-20, atol=0)
+
+
+def test_what_goes_beyond_the_calibration_saturates_and_is_counted(tiny_model: Path, scales: ActivationScales) -> None:
+    model = load(tiny_model, scales)
+    assert model.scaling is not None
+    before = model.prefill(PROMPTS)
+    assert "layer 0, x" not in model.scaling.saturated()
+    model.weights.embedding.mul_(3)
+    ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    x = model.weights.embedding[ids].float()
+    logits = model.prefill(PROMPTS)
+    assert model.scaling.saturated()["layer 0, x"] == (x.abs() * (1 / scales.scale[0]) > 448).sum() > 0
+    torch.testing.assert_close(model.scaling.largest()[0], x.abs().max(), rtol=2.0**-20, atol=0)
+    assert logits.isfinite().all()
+    assert not torch.equal(logits, before)
+
+
+def test_passes_that_end_no_prompt_are_taken_in_too(tiny_model: Path, scales: ActivationScales) -> None:
+    model, whole = load(tiny_model, scales, max_rows=16), load(tiny_model, scales)
+    for each in (model, whole):
+        each.prefill([TOKENS[:70]])
+    assert model.scaling is not None
+    assert whole.scaling is not None
+    torch.testing.assert_close(model.scaling.largest()[0], whole.scaling.largest()[0], rtol=0, atol=0)
+    assert (model.scaling.largest() > 0).all()
+
+
+# Calibration
+
+
+def observed(model: Llama) -> Tensor:
+    """The largest magnitudes of TOKENS' windows, by the scales that the model has."""
+    assert model.scaling is not None
+    model.scaling.reset()
+    for start in range(0, 400, 100):
+        model.prefill([TOKENS[start : start + 100]])
+    return model.scaling.largest()
+
+
+def test_calibration_finds_the_maxima_of_the_text(tiny_model: Path, scales: ActivationScales) -> None:
+    """From scales of any kind, the same; what the text reaches then is what they are made for, within a rounding."""
+    amax = observed(load(tiny_model, scales))
+    assert (amax <= scales.amax * (1 + 2.0**-4)).all()
+    assert (amax >= scales.amax * (1 - 2.0**-3)).all()
+    model = load(tiny_model, ActivationScales.from_amax(torch.full_like(amax, 1e-3)))
+    again: Calibration = calibrate(model, TOKENS, context=100, samples=4)
+    assert torch.equal(again.scales.amax, scales.amax)
+    assert torch.equal(again.scales.scale, scale_of(scales.amax))
+    assert model.scaling is not None
+    assert torch.equal(model.scaling.scale(), again.scales.scale)
+    assert (again.windows, again.context) == (4, 100)
+    assert model.cache.free_pages == model.cache.num_pages
+
+
+def test_calibration_takes_windows_from_all_of_the_text(tiny_base_model: Path) -> None:
+    """The middle of the text is loudest, and one of two windows must meet it."""
+    model = load(tiny_base_model)
+    model.weights.embedding[7] = 50
+    text = [*TOKENS[:100], *[7] * 20, *TOKENS[100:180]]
+    assert calibrate(model, [t for t in text[:100] if t != 7], context=50, samples=2).scales.amax[0] < 50
+    assert calibrate(model, text, context=50, samples=2).scales.amax[0] == pytest.approx(50, rel=2.0**-20)
+
+
+def test_calibration_refuses(tiny_base_model: Path) -> None:
+    with pytest.raises(InputError, match="at least 1 window, not 0"):
+        calibrate(load(tiny_base_model), TOKENS, samples=0)
+    with pytest.raises(InputError, match="load the model with precision fp8"):
+        calibrate(Llama.from_pretrained(tiny_base_model, device="cpu"), TOKENS)
+    model = load(tiny_base_model)
+    model.weights.embedding[TOKENS[0], 3] = torch.inf
+    with pytest.raises(CheckpointError, match=r"(layer 0, x: values that are not finite|logits that are not numbers)"):
+        calibrate(model, TOKENS, context=100)
+
+
+def test_a_weight_without_a_scale_is_refused_by_name(tiny_base_model: Path, tmp_path: Path) -> None:
+    for file in tiny_base_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="layer 1, down holds 1 values that are not finite"):
+        load(tmp_path)
+
+
+# Memory
+
+
+def test_the_memory_plan_counts_what_the_reference_holds(tiny_model: Path) -> None:
+    """One float32 copy a phase of a projection, one for both of the head."""
+    model = load(tiny_model)
+    plan = plan_memory(model.config, FP8, cache_tokens=2048, rows=10, reference=True)
+    parts = [getattr(layer, part.name) for layer in model.weights.layers for part in fields(layer)]
+    head = model.weights.lm_head
+    assert head["prefill"] is head["decode"]
+    assert plan.prefill_weights == sum(part["prefill"].nbytes for part in parts) + head["prefill"].nbytes
+    assert plan.decode_weights == sum(part["decode"].nbytes for part in parts)
+    assert all(part["prefill"] is not part["decode"] for part in parts)
+
+
+def test_the_memory_plan_of_an_8b_model_on_kernels() -> None:
+    """A byte a weight in prefill but for the head, which stays BF16; a token's x is there twice."""
+    config = CONFIGS["llama-3.1-8b"]
+    plan, plain = (plan_memory(config, p, cache_tokens=16384, rows=8192) for p in (FP8, get_precision("bf16")))
+    projections, head = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336), 128256 * 4096
+    assert plan.prefill_weights == projections + 2 * head
+    assert plan.decode_weights == plain.decode_weights == 2 * (projections + head)
+    assert plan.activations == 8192 * (2 * (4096 + 4096) + 4096 + 4096 + 14336)
+    assert plain.activations == 8192 * 2 * (4096 + 2 * 4096 + 14336)
+
+
+# The real model
+
+
+@pytest.mark.model
+def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: Path) -> None:
+    """FP8 is larger noise of the same kind as BF16's, and costs what noise of its size must.
+
+    Noise d on the logits changes a token's -log p by E_p[d] - d(token) + Var_p[d] / 2, to second order. Where tokens
+    come as p says, the first part has the mean square Var_p[d], and no mean: the mean is half of the mean square.
+    """
+    text = (resources.files("futransformer") / "data" / "sample.txt").read_text(encoding="utf-8")
+    tokens = Tokenizer(small_model).encode(text)
+    plain = Llama.from_pretrained(small_model, device="cpu", cache_tokens=512)
+    exact = Llama.from_pretrained(small_model, ops=ReferenceOps(plain.config, dtype=torch.float32), cache_tokens=512)
+    model = load(small_model, cache_tokens=512)
+    calibrate(model, tokens, context=128, samples=4)
+    bf16, float32, fp8 = (score(each, tokens, context=128, windows=4, batch=4).nll for each in (plain, exact, model))
+    noise = fp8 - float32
+    assert (bf16 - float32).std() < noise.std() <= COARSER * (bf16 - float32).std()
+    error = 4 * noise.std() / len(noise) ** 0.5
+    assert -error <= noise.mean() <= noise.square().mean() / 2 + error
+    (answer,) = model.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
+    assert "Paris" in Tokenizer(small_model).decode(answer)

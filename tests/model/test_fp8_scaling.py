@@ -1,0 +1,149 @@
+"""The scales of an FP8 prefill by themselves: a test plays the kernels, which raise maxima and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
+from futransformer.generator.errors import InputError
+from futransformer.ops.interface import Fp8Output
+from futransformer.quantize.fp8 import scale_of
+
+LAYERS = 2
+RESULTS = 4 * LAYERS + 1
+CALIBRATED = torch.arange(1.0, RESULTS + 1)  # the largest magnitudes
+
+
+def make(weight_scales: Sequence[Tensor] | None = None, **options: Any) -> Fp8Scaling:
+    scales = [torch.tensor([2.0 + i]) for i in range(RESULTS - 1)] if weight_scales is None else weight_scales
+    return Fp8Scaling(ActivationScales.from_amax(CALIBRATED), scales, **options)
+
+
+def outputs(scaling: Fp8Scaling) -> list[Fp8Output]:
+    """All results, as the operations of a pass are given them."""
+    named = [(block.attended, block.middle, block.h, block.end) for block in scaling.blocks]
+    found = [scaling.embedding, *(output for block in named for output in block)]
+    assert None not in found
+    return found  # type: ignore[return-value]
+
+
+def read(scaling: Fp8Scaling, amax: float, saturated: int = 0) -> None:
+    """A pass whose results all reach ``amax``."""
+    for output in outputs(scaling):
+        torch.maximum(output.amax, torch.tensor([amax]), out=output.amax)
+        output.saturated.add_(saturated)
+    scaling.finish_pass()
+
+
+def sums(scaling: Fp8Scaling) -> list[Tensor]:
+    found = [sums for b in scaling.blocks for sums in (b.qkv, b.o, b.gate_up, b.down)]
+    assert None not in found
+    return found  # type: ignore[return-value]
+
+
+def test_sums_are_worth_the_scale_of_what_is_read_times_the_weights() -> None:
+    scaling = make()
+    expected = scale_of(CALIBRATED)
+    assert torch.equal(torch.cat([output.scale for output in outputs(scaling)]), expected)
+    for index, worth in enumerate(sums(scaling)):
+        assert torch.equal(worth, expected[index : index + 1] * (2.0 + index))
+
+
+def test_a_weight_may_have_a_scale_for_every_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(32 * (1 + index), generator=generator) for index in range(RESULTS - 1)]
+    scaling = make(weights, mode="running", history=1)
+    read(scaling, 7.0)
+    for worth, weight in zip(sums(scaling), weights, strict=True):
+        assert worth.is_contiguous()
+        torch.testing.assert_close(worth, scale_of(torch.tensor(7.0)) * weight, rtol=2.0**-22, atol=0)
+
+
+def test_frozen_scales_stay() -> None:
+    scaling = make()
+    before = [scaling.scale(), *(worth.clone() for worth in sums(scaling))]
+    for amax in (100.0, 0.0, 1e30, torch.inf):
+        read(scaling, amax, 5)
+        assert all(map(torch.equal, before, [scaling.scale(), *sums(scaling)]))
+    assert (scaling.largest() == torch.inf).all()
+    assert sum(scaling.saturated().values()) == 4 * 5 * RESULTS
+
+
+def test_running_scales_follow_the_largest_of_the_last_passes() -> None:
+    scaling = make(mode="running", history=3)
+    calibrated = scaling.scale()
+
+    def assert_made_for(amax: Tensor) -> None:
+        torch.testing.assert_close(scaling.scale(), scale_of(amax), rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(
+            torch.cat(sums(scaling)), scaling.scale()[:-1] * torch.arange(2.0, 10.0), rtol=0, atol=0
+        )
+
+    for _ in range(2):
+        read(scaling, 0.5)
+        assert_made_for(CALIBRATED)  # the calibration is the third of the last passes
+    read(scaling, 0.5)
+    assert_made_for(torch.full((RESULTS,), 0.5))
+    read(scaling, 40.0)
+    for _ in range(2):
+        assert_made_for(torch.full((RESULTS,), 40.0))
+        read(scaling, 2.0)
+    assert_made_for(torch.full((RESULTS,), 40.0))
+    read(scaling, 2.0)
+    assert_made_for(torch.full((RESULTS,), 2.0))
+    scaling.reset()
+    assert torch.equal(scaling.scale(), calibrated)
+
+
+def test_running_scales_keep_the_calibrations_ratio() -> None:
+    """Whatever rule chose the scales: here half of what the maximum would take."""
+    scales = ActivationScales(scale_of(CALIBRATED) / 2, CALIBRATED)
+    scaling = Fp8Scaling(scales, [torch.ones(1)] * (RESULTS - 1), mode="running", history=1)
+    read(scaling, 30.0)
+    expected = scale_of(torch.full((RESULTS,), 30.0)) / 2
+    torch.testing.assert_close(scaling.scale(), expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("amax", [torch.inf, 0.0])
+def test_running_scales_stay_usable(amax: float) -> None:
+    """What is not finite is no measure; after nothing but zeros any scale will do that is one."""
+    scaling = make(mode="running", history=2)
+    for _ in range(3):
+        read(scaling, amax)
+        assert (scaling.scale() > 0).all()
+        assert (1 / scaling.scale()).isfinite().all()
+    if amax:
+        torch.testing.assert_close(scaling.scale(), scale_of(CALIBRATED), rtol=2.0**-22, atol=0)
+    read(scaling, 3.0)
+    read(scaling, 3.0)
+    torch.testing.assert_close(scaling.scale(), scale_of(torch.full((RESULTS,), 3.0)), rtol=2.0**-22, atol=0)
+
+
+def test_saturated_values_are_reported_by_place() -> None:
+    scaling = make()
+    assert scaling.saturated() == {}
+    for _ in range(2):
+        scaling.embedding.saturated.add_(2**31 - 1)  # whose sum no int32 holds
+        h, end = scaling.blocks[0].h, scaling.blocks[1].end
+        assert h is not None
+        assert end is not None
+        h.saturated.add_(3)
+        end.saturated.add_(1)
+        scaling.finish_pass()
+    assert scaling.saturated() == {"layer 0, x": 2**32 - 2, "layer 0, h": 6, "x after the last layer": 2}
+    scaling.reset()
+    assert scaling.saturated() == {}
+
+
+def test_what_is_no_scaling_is_refused() -> None:
+    with pytest.raises(InputError, match="frozen or running, not 'dynamic'"):
+        make(mode="dynamic")
+    with pytest.raises(InputError, match="at least one pass, not 0"):
+        make(history=0)
+    with pytest.raises(InputError, match="writes 9 FP8 results; there are 5 scales"):
+        make().use(ActivationScales.from_amax(torch.ones(5)))

@@ -1,0 +1,255 @@
+"""The folder of a calibrated model: written as a whole or not at all, read back, and refused where it is not sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from futransformer.checkpoint import load_checkpoint
+from futransformer.fp8_scaling import ActivationScales
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import BuildError, CheckpointError, InputError
+from futransformer.generator.precision import get_precision
+from futransformer.model import Llama
+from futransformer.quantize import folder as folder_module
+from futransformer.quantize.folder import check_output, read_scales, sha256_of, write_folder
+
+SCALES = ActivationScales.from_amax(torch.rand(9, generator=torch.Generator().manual_seed(0)) + 1)
+CALIBRATION = {"text": "a.txt", "windows": 3}
+
+
+def write(source: Path, output: Path, *, force: bool = False, scales: ActivationScales = SCALES) -> Path:
+    write_folder(source, output, scales, get_precision("fp8"), CALIBRATION, force=force)
+    return output
+
+
+@pytest.fixture
+def calibrated(tiny_base_model: Path, tmp_path: Path) -> Path:
+    return write(tiny_base_model, tmp_path / "out")
+
+
+def test_scales_come_back_as_they_were_written(tiny_base_model: Path, calibrated: Path) -> None:
+    read = read_scales(calibrated, load_config(calibrated))
+    assert torch.equal(read.scale, SCALES.scale)
+    assert torch.equal(read.amax, SCALES.amax)
+    model = Llama.from_pretrained(calibrated, precision="fp8", device="cpu", cache_tokens=256)
+    assert model.scaling is not None
+    assert torch.equal(model.scaling.scale(), SCALES.scale)
+    given = Llama.from_pretrained(
+        tiny_base_model, precision="fp8", device="cpu", cache_tokens=256, activation_scales=SCALES
+    )
+    assert torch.equal(model.prefill([[1, 2, 3]]), given.prefill([[1, 2, 3]]))
+
+
+def test_the_folder_is_the_model_and_says_what_it_is(tiny_base_model: Path, calibrated: Path) -> None:
+    names = {path.name for path in calibrated.iterdir()}
+    assert names == {path.name for path in tiny_base_model.iterdir()} | {"futransformer.json", "fp8_scales.safetensors"}
+    for path in tiny_base_model.iterdir():
+        assert (calibrated / path.name).read_bytes() == path.read_bytes()
+    said = json.loads((calibrated / "futransformer.json").read_text())
+    assert said["format"] == 1
+    assert said["precision"] == {
+        "name": "fp8",
+        "prefill": "e4m3",
+        "decode": "bf16",
+        "kv": "bf16",
+        "head": "bf16",
+        "weight_scales": "tensor",
+    }
+    assert said["fp8_scales"] == {"file": "fp8_scales.safetensors", **CALIBRATION}
+    assert said["sha256"] == {name: sha256_of(calibrated / name) for name in names - {"futransformer.json"}}
+    load_checkpoint(calibrated, load_config(calibrated))
+    Llama.from_pretrained(calibrated, device="cpu", cache_tokens=64)  # in BF16, as any other
+
+
+def test_weights_are_linked_and_small_files_are_not(tiny_base_model: Path, calibrated: Path) -> None:
+    """A config that is edited in place must not change the other folder's."""
+    assert (calibrated / "model.safetensors").samefile(tiny_base_model / "model.safetensors")
+    assert not (calibrated / "config.json").samefile(tiny_base_model / "config.json")
+
+
+def test_weights_are_copied_where_links_are_not_to_be_had(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuse)
+    out = write(tiny_base_model, tmp_path / "out")
+    assert not (out / "model.safetensors").samefile(tiny_base_model / "model.safetensors")
+    assert (out / "model.safetensors").read_bytes() == (tiny_base_model / "model.safetensors").read_bytes()
+
+
+def test_shards_and_symbolic_links_are_carried(tiny_base_model: Path, tmp_path: Path) -> None:
+    """As the Hub's cache lays a model out; what does not belong to the model stays."""
+    blobs, source = tmp_path / "blobs", tmp_path / "sharded"
+    blobs.mkdir()
+    source.mkdir()
+    weights = load_file(tiny_base_model / "model.safetensors")
+    shards = {name: f"model-{1 + (i % 2)}-of-2.safetensors" for i, name in enumerate(sorted(weights))}
+    for shard in set(shards.values()):
+        save_file({name: weights[name] for name in weights if shards[name] == shard}, blobs / shard)
+    (blobs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for path in tiny_base_model.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, blobs / path.name)
+    for path in blobs.iterdir():
+        (source / path.name).symlink_to(path)
+    (source / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    (source / "pytorch_model.bin").write_bytes(b"pickled")
+    out = write(source, tmp_path / "out")
+    shutil.rmtree(blobs)
+    shutil.rmtree(source)
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert not {"consolidated.safetensors", "pytorch_model.bin"} & {path.name for path in out.iterdir()}
+    model = Llama.from_pretrained(out, precision="fp8", device="cpu", cache_tokens=64)
+    assert model.prefill([[1, 2]]).isfinite().all()
+
+
+# Refusals before it is written
+
+
+def test_what_lies_there_is_kept_unless_it_may_be_replaced(tiny_base_model: Path, calibrated: Path) -> None:
+    before = (calibrated / "futransformer.json").read_bytes()
+    other = ActivationScales.from_amax(SCALES.amax * 2)
+    with pytest.raises(InputError, match="holds a calibrated model: replace it with --force"):
+        write(tiny_base_model, calibrated, scales=other)
+    assert (calibrated / "futransformer.json").read_bytes() == before
+    (calibrated / "left.txt").write_text("of the old one")
+    write(tiny_base_model, calibrated, scales=other, force=True)
+    assert torch.equal(read_scales(calibrated, load_config(calibrated)).amax, other.amax)
+    assert not (calibrated / "left.txt").exists()
+    assert [path.name for path in calibrated.parent.iterdir()] == [calibrated.name]
+
+
+def test_a_folder_of_something_else_is_never_replaced(tiny_base_model: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years")
+    with pytest.raises(InputError, match="holds something else"):
+        write(tiny_base_model, mine, force=True)
+    assert (mine / "thesis.tex").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="holds something else"):
+        check_output(tiny_base_model, tmp_path / "file", force=True)
+
+
+def test_the_model_itself_is_no_output(calibrated: Path) -> None:
+    for output in (calibrated, calibrated / "inside", calibrated.parent, calibrated / ".." / "out"):
+        with pytest.raises(InputError, match="overlaps the model's folder"):
+            write(calibrated, output, force=True)
+    assert (calibrated / "model.safetensors").exists()
+
+
+def test_an_empty_folder_will_do_and_so_will_one_yet_to_be_made(tiny_base_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for output in (tmp_path / "empty", tmp_path / "deep" / "below"):
+        read_scales(write(tiny_base_model, output), load_config(output))
+
+
+@pytest.mark.parametrize("step", ["_link_or_copy", "sha256_of", "_publish"])
+def test_a_half_written_folder_is_none(
+    tiny_base_model: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """New or in place of an old one, which stays; nothing else stays."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder_module, step, fail)
+    for output, force in ((calibrated.parent / "new", False), (calibrated, True)):
+        with pytest.raises(BuildError, match="is full"):
+            write(tiny_base_model, output, force=force)
+    assert [path.name for path in calibrated.parent.iterdir()] == [calibrated.name]
+    monkeypatch.undo()
+    assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
+
+
+def test_the_old_folder_returns_when_the_new_one_cannot_take_its_place(
+    tiny_base_model: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "written":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(BuildError, match="Input/output error"):
+        write(tiny_base_model, calibrated, force=True)
+    assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
+
+
+# Refusals when it is read
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+    path = folder / "futransformer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def replace_scales(folder: Path, **tensors: torch.Tensor) -> None:
+    """Other scales, of the right sha256."""
+    save_file(tensors, folder / "fp8_scales.safetensors")
+    digest = sha256_of(folder / "fp8_scales.safetensors")
+    rewrite(folder, lambda content: content.update(sha256={"fp8_scales.safetensors": digest}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no description": (lambda f: (f / "futransformer.json").unlink(), "has no FP8 scales"),
+    "cut description": (lambda f: (f / "futransformer.json").write_text('{"form'), "not valid JSON"),
+    "no version": (lambda f: rewrite(f, lambda c: c.pop("format")), "format must be an integer"),
+    "another version": (lambda f: rewrite(f, lambda c: c.update(format=2)), "is of format 2, this version reads"),
+    "no sha256": (lambda f: rewrite(f, lambda c: c.update(sha256={})), "fp8_scales.safetensors must be a string"),
+    "no scales": (lambda f: (f / "fp8_scales.safetensors").unlink(), "fp8_scales.safetensors is missing"),
+    "other scales": (lambda f: save_file({"scale": SCALES.amax}, f / "fp8_scales.safetensors"), "sha256 differs"),
+    "no maxima": (lambda f: replace_scales(f, scale=SCALES.scale), "amax must be .* is missing"),
+    "scales of another depth": (
+        lambda f: replace_scales(f, scale=torch.ones(13), amax=torch.ones(13)),
+        r"scale must be float32 \[9\], but is torch.float32 \[13\]",
+    ),
+    "another type": (
+        lambda f: replace_scales(f, scale=SCALES.scale.double(), amax=SCALES.amax),
+        r"scale must be float32 \[9\], but is torch.float64",
+    ),
+    "a scale of zero": (
+        lambda f: replace_scales(f, scale=torch.zeros(9), amax=SCALES.amax),
+        "scale holds values that no scale can be",
+    ),
+    "a maximum that is none": (
+        lambda f: replace_scales(f, scale=SCALES.scale, amax=torch.full((9,), torch.nan)),
+        "amax holds values that no scale can be",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_not_sound_is_refused(calibrated: Path, case: str) -> None:
+    damage, message = DAMAGE[case]
+    damage(calibrated)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        Llama.from_pretrained(calibrated, precision="fp8", device="cpu", cache_tokens=64)
+    assert f"futransformer calibrate {calibrated}" in str(refusal.value)
+    assert str(calibrated) in str(refusal.value).split("calibrate ")[0]
+
+
+def test_a_plain_folder_says_how_to_calibrate(tiny_base_model: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no FP8 scales.*futransformer calibrate .*tiny-base --output tiny"):
+        Llama.from_pretrained(tiny_base_model, precision="fp8", device="cpu")
+
+
+def test_a_file_that_is_no_safetensors_is_refused(calibrated: Path) -> None:
+    path = calibrated / "fp8_scales.safetensors"
+    path.write_bytes(b"\xff" * 100)
+    rewrite(calibrated, lambda c: c.update(sha256={path.name: sha256_of(path)}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_scales(calibrated, load_config(calibrated))
