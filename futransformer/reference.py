@@ -12,6 +12,7 @@ CUDA device. Phases compute the same thing here; they exist because kernels read
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import E4M3_MAX, Precision
+from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
 
@@ -196,16 +197,20 @@ class ReferenceOps:
         chosen = (logits == largest).int().argmax(1).int()
         return chosen if out is None else out.copy_(chosen)
 
+    def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        """See scaled_linear."""
+        return scaled_linear(x, weight, scale)
+
     def _normalised_linear(self, x: Tensor, sumsq: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         """RMSNorm(x) W^T in float32; the norm's gain lies in W, and its rstd is applied to the finished sums."""
         rstd = torch.rsqrt(sumsq.sum(1, keepdim=True) / x.shape[1] + self.rms_norm_eps)
-        return scaled_linear(x, weight, scale).mul_(rstd)
+        return self._linear(x, weight, scale).mul_(rstd)
 
     def _add_linear(
         self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor | None, fp8: Fp8Output | None
     ) -> Stream:
         """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
-        added = scaled_linear(x, weight, scale).add_(residual)
+        added = self._linear(x, weight, scale).add_(residual)
         stored = residual.to(torch.float32 if phase == "decode" else self.dtype).copy_(added)
         return Stream(stored.to(self.dtype) if fp8 is None else self._stored(added, fp8), row_sumsq(added), stored)
 
@@ -271,6 +276,14 @@ def allowed_error(same_dtype: Tensor, exact: Tensor, precision: Precision) -> fl
     """
     own = (same_dtype.float() - exact.float()).abs().max().item()
     return precision.rtol_factor * own + precision.atol * exact.float().abs().max().item()
+
+
+def sums_error(k: int, accumulation: Accumulation) -> float:
+    """What FP8 tensor cores may lose of a sum of ``k`` products, relative to its size; docs/numerics.md derives it.
+
+    "fast" adds it to the rule, of the largest value; "promoted" loses less than BF16's rounding, and adds nothing.
+    """
+    return 2.0**-13 * math.sqrt((k if accumulation == "fast" else min(k, 128)) / 3)
 
 
 def largest_error(actual: Tensor, exact: Tensor) -> float:

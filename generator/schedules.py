@@ -15,14 +15,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
 
 from .errors import ConfigError, UnsupportedError
 from .json_reader import JsonReader, read_json
-from .precision import PRECISIONS, Element
+from .precision import BF16, PRECISIONS, Element, Precision
 from .specs import GemmSpec, Heads, Tile
 from .specs.base import EPILOGUES, MAX_SHARED_BYTES
 
@@ -149,9 +149,15 @@ def schedule_of(spec: GemmSpec) -> Schedule:
     )
 
 
-def spec_of(place: Place, schedule: Schedule, heads: Heads | None) -> GemmSpec:
-    """The kernel of a row; UnsupportedError when there is no such kernel."""
-    return GemmSpec(place.op, _ELEMENTS[place.element], place.n, place.k, **schedule, heads=heads)
+def spec_of(place: Place, schedule: Schedule, heads: Heads | None, precision: Precision | None = None) -> GemmSpec:
+    """The kernel of a row; UnsupportedError when there is no such kernel.
+
+    ``precision`` says how an FP8 kernel scales and sums; by default one scale a tensor, summed fast.
+    """
+    plain = GemmSpec(place.op, _ELEMENTS[place.element], place.n, place.k, **schedule, heads=heads)
+    if precision is None or plain.element == BF16:
+        return plain
+    return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
 
 
 @lru_cache(maxsize=1)

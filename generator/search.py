@@ -12,10 +12,10 @@ from contextlib import suppress
 from itertools import product
 
 from .errors import UnsupportedError
-from .precision import Element
-from .schedules import deepest
+from .precision import Precision
+from .schedules import Place, deepest, spec_of
 from .specs import GemmSpec, Heads, Tile
-from .specs.gemm import SCHEDULES
+from .specs.gemm import SCHEDULES, tile_k
 
 BUCKETS: dict[
     int | None, tuple[int, ...]
@@ -31,8 +31,9 @@ _TILE_COLUMNS = range(32, 257, 32)
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))
 _FEWEST_STAGES = 3  # which a deep K needs
 
-# Clocks of one multiprocessor: dense BF16 multiply-adds, bytes into shared memory, and what a tile's end takes where
-# nothing hides it (two pingpong warpgroups hide each other's) or where two blocks exchange the halves of a split K.
+# Clocks of one multiprocessor: dense BF16 multiply-adds (in FP8 twice as many), bytes into shared memory, and what a
+# tile's end takes where nothing hides it (two pingpong warpgroups hide each other's) or where two blocks exchange the
+# halves of a split K.
 _MULTIPLY_ADDS = 2048
 _BYTES = 64
 _TILE_END = 1500
@@ -43,10 +44,10 @@ _COPIES_FELT = 0.25
 
 
 def candidates(
-    op: str, element: Element, n: int, k: int, heads: Heads | None, rows: int, multiprocessors: int, count: int
+    op: str, precision: Precision, n: int, k: int, heads: Heads | None, rows: int, multiprocessors: int, count: int
 ) -> tuple[GemmSpec, ...]:
     """The ``count`` likeliest schedules for ``rows`` rows of x, best first by the model, then by name."""
-    legal = _legal(op, element, n, k, heads)
+    legal = _legal(op, precision, n, k, heads)
     return tuple(sorted(legal, key=lambda spec: (clocks(spec, rows, multiprocessors), spec.name))[:count])
 
 
@@ -56,7 +57,7 @@ def clocks(spec: GemmSpec, rows: int, multiprocessors: int) -> float:
     tiles = -(-rows // (tile.m * cluster_m)) * -(-spec.n // (tile.n * cluster_n))
     at_once = multiprocessors * spec.blocks_per_sm // (cluster_m * cluster_n * splits)
     # Blocks on one multiprocessor share its units.
-    products = spec.blocks_per_sm * tile.m * tile.n / _MULTIPLY_ADDS
+    products = spec.blocks_per_sm * tile.m * tile.n * spec.element.bits / 16 / _MULTIPLY_ADDS
     copied = tile.m / cluster_n + tile.n / cluster_m  # a tile that two blocks share comes from L2 once
     operands = spec.blocks_per_sm * copied * spec.element.bits / 8 / _BYTES
     depth = -(-spec.k // (tile.k * splits)) * tile.k
@@ -65,12 +66,14 @@ def clocks(spec: GemmSpec, rows: int, multiprocessors: int) -> float:
     return -(-tiles // at_once) * (column * depth + end + (_EXCHANGE if splits == 2 else 0))
 
 
-def _legal(op: str, element: Element, n: int, k: int, heads: Heads | None) -> Iterator[GemmSpec]:
+def _legal(op: str, precision: Precision, n: int, k: int, heads: Heads | None) -> Iterator[GemmSpec]:
     """Every schedule that a spec takes, each with as many stages as fit; none whose tile is mostly outside N."""
+    element = precision.prefill
+    place = Place(op, element.name, n, k, None)
     for schedule, cluster, tile_m, tile_n in product(SCHEDULES, _CLUSTERS, _TILE_ROWS, _TILE_COLUMNS):
         if tile_n >= 2 * max(n, 32):
             continue
-        choice = deepest(element, Tile(tile_m, tile_n, 64), cluster, schedule)
+        choice = deepest(element, Tile(tile_m, tile_n, tile_k(element)), cluster, schedule)
         if choice["stages"] >= _FEWEST_STAGES:
             with suppress(UnsupportedError):
-                yield GemmSpec(op, element, n, k, **choice, heads=heads)
+                yield spec_of(place, choice, heads, precision)

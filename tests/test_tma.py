@@ -42,12 +42,17 @@ def matrix(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.bfloat16)
 
 
+def codes(rows: int, columns: int) -> Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
+
+
 COMMON = (
     driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
     driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
     driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros: what a tail of K or of rows must add
 )
 BF16 = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+BYTES = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8  # TMA moves codes and does not read them
 
 
 def test_a_matrix_is_described_from_its_fastest_dimension_on(encoder: Encoder) -> None:
@@ -58,6 +63,22 @@ def test_a_matrix_is_described_from_its_fastest_dimension_on(encoder: Encoder) -
     assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
     assert (interleave, promotion, fill) == COMMON
     assert tensor_map.address == int(tensor_map.encoded.getPtr())
+
+
+def test_a_matrix_of_fp8_is_one_of_bytes(encoder: Encoder) -> None:
+    x = codes(70, 192)
+    tma.tensor_map_2d(x, 64, 128)
+    ((*shape, interleave, swizzle, promotion, fill),) = encoder.calls
+    assert shape == [BYTES, 2, x.data_ptr(), [192, 70], [192], [128, 64], [1, 1]]
+    assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert (interleave, promotion, fill) == COMMON
+
+
+def test_memory_seen_as_another_type_has_another_map(encoder: Encoder) -> None:
+    x = matrix(16, 128)
+    tma.tensor_map_2d(x, 16, 64)
+    tma.tensor_map_2d(x.view(torch.float8_e4m3fn), 16, 128)
+    assert [call[0] for call in encoder.calls] == [BF16, BYTES]
 
 
 def test_groups_of_columns_lie_densely(encoder: Encoder) -> None:
@@ -80,13 +101,16 @@ def test_a_map_is_encoded_once_for_an_address_shape_and_box(encoder: Encoder) ->
 @pytest.mark.parametrize(
     ("tensor", "rows", "columns", "message"),
     [
-        (matrix(4, 64).float(), 4, 64, "a contiguous 2-D bfloat16 tensor, not torch.float32"),
-        (matrix(64, 4).T, 4, 64, "a contiguous 2-D bfloat16 tensor"),
-        (matrix(4, 64)[None], 4, 64, "a contiguous 2-D bfloat16 tensor"),
+        (matrix(4, 64).float(), 4, 64, "a contiguous 2-D bfloat16 or float8_e4m3fn tensor, not torch.float32"),
+        (matrix(4, 64).view(torch.float8_e5m2), 4, 64, "a contiguous 2-D bfloat16 or float8_e4m3fn tensor"),
+        (matrix(64, 4).T, 4, 64, "a contiguous 2-D bfloat16 or float8_e4m3fn tensor"),
+        (matrix(4, 64)[None], 4, 64, "a contiguous 2-D bfloat16 or float8_e4m3fn tensor"),
         (matrix(4, 64), 0, 64, "a box of 0 x 64 is not 1-256 rows"),
         (matrix(4, 64), 257, 64, "a box of 257 x 64 is not 1-256 rows"),
         (matrix(4, 64), 4, 32, "a box of 4 x 32 is not 1-256 rows of 128 bytes"),
         (matrix(4, 60), 4, 64, "16-byte aligned rows"),
+        (codes(4, 128), 4, 64, "a box of 4 x 64 is not 1-256 rows of 128 bytes"),
+        (codes(4, 136), 4, 128, "16-byte aligned rows"),
         (matrix(1, 65)[0, 1:].view(1, 64), 1, 64, "16-byte aligned rows"),
     ],
 )

@@ -20,6 +20,17 @@ MEMORY_BOUND: tuple[Regime, ...] = ("steady",)
 SECONDS_PER_UNIT = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 
 
+def told_beside(row: Row) -> list[tuple[str, float]]:
+    """What was timed beside the rivals of a row, if anything was: names and figures."""
+    return list(row.get("beside", {}).items())
+
+
+def ratio_to(other: float, row: Row) -> float:
+    """How many times as fast as a figure of the row's unit ours is."""
+    ours: float = row["ours"]
+    return ours / other if row["unit"] == "TFLOP/s" else other / ours
+
+
 class RivalMissingError(Exception):
     """A rival cannot compete here; the message says why. It is left out with a note, never replaced."""
 
@@ -35,21 +46,23 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that one call must do: matrix operations in BF16, and bytes through memory, each once."""
+    """The least that one call must do: matrix operations in BF16 and in FP8, and bytes through memory, each once."""
 
     flops: float = 0.0
     bytes: float = 0.0
+    fp8_flops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.fp8_flops + other.fp8_flops)
 
     def times(self, count: float) -> Work:
         """Return the work of ``count`` such calls."""
-        return Work(self.flops * count, self.bytes * count)
+        return Work(self.flops * count, self.bytes * count, self.fp8_flops * count)
 
     def floor_seconds(self, ceilings: Ceilings) -> float:
         """Time at the measured ceilings: matrix units and memory overlap, so the slower of the two decides."""
-        return max(self.flops / (ceilings.bf16_tflops * 1e12), self.bytes / (ceilings.read_tbps * 1e12))
+        matrix = self.flops / (ceilings.bf16_tflops * 1e12) + self.fp8_flops / (ceilings.fp8_tflops * 1e12)
+        return max(matrix, self.bytes / (ceilings.read_tbps * 1e12))
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Expected:
-    """One output as the float32 reference has it, and as PyTorch has it in the storage type."""
+    """One output as the float32 reference has it, and as PyTorch has it in the storage type.
+
+    Of an FP8 output both are in codes; the exact ones are not rounded.
+    """
 
     exact: Tensor
     same_dtype: Tensor
@@ -74,23 +90,32 @@ class Expected:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its tensors in memory; ``rivals`` are made one by one, so that one that fails hurts nobody."""
+    """A case with its tensors in memory; ``rivals`` are made one by one, so that one that fails hurts nobody.
+
+    What runs ``beside`` them is timed and told as they are, but has no part in the ratio: it does less, or reads
+    another type.
+    """
 
     work: Work
     ours: Contender
     rivals: Mapping[str, Callable[[], Contender]]
     expected: Callable[[], Sequence[Expected]]
+    beside: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named case. ``default`` cases run unless --only asks for others; ``open`` allocates."""
+    """A named case. ``default`` cases run unless --only asks for others; ``open`` allocates.
+
+    ``precision`` names the row that its kernels are of, whose tolerance it obeys and in whose file its rows stand.
+    """
 
     name: str
     unit: Unit
     regimes: tuple[Regime, ...]
     open: Callable[[Bench], Problem] = field(repr=False)
     default: bool = True
+    precision: str = "bf16"
 
     @property
     def subject(self) -> str:
@@ -99,7 +124,9 @@ class Case:
 
     def value(self, seconds: float, work: Work) -> float:
         """Convert the time of one call into the case's unit."""
-        return work.flops / seconds / 1e12 if self.unit == "TFLOP/s" else seconds / SECONDS_PER_UNIT[self.unit]
+        if self.unit == "TFLOP/s":
+            return (work.flops + work.fp8_flops) / seconds / 1e12
+        return seconds / SECONDS_PER_UNIT[self.unit]
 
 
 @dataclass(frozen=True)
@@ -109,3 +136,4 @@ class HostCase:
     name: str
     measure: Callable[[Bench], Sequence[Row]] = field(repr=False)
     default: bool = True
+    precision: str = "bf16"

@@ -67,10 +67,11 @@ class NaturalBlock(NamedTuple):
     gain: Tensor
 
     @classmethod
-    def random(cls, config: LlamaConfig, device: torch.device) -> NaturalBlock:
-        """Draw one."""
+    def random(cls, config: LlamaConfig, device: torch.device, *, added: float = 1.0) -> NaturalBlock:
+        """Draw one; what it adds to the residual stream is scaled by ``added``."""
         qkv, o, gate_up, down = (random_weight(config, op, device) for op in ("qkv", "o", "gate_up", "down"))
-        return cls(qkv, o, gate_up, down, torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device))
+        gain = torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device)
+        return cls(qkv, o.mul_(added), gate_up, down.mul_(added), gain)
 
     def packed(self, config: LlamaConfig, ops: Ops, phase: Phase) -> LayerWeights:
         """The same weights as ``ops`` reads them in one phase; for the reference, without a float32 copy."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from futransformer.bench.case import Row
+from futransformer.bench.case import Row, told_beside
 from futransformer.generator.errors import InputError
 
 OURS = "#d1495b"
@@ -27,12 +27,10 @@ def draw(content: dict[str, Any], path: Path) -> None:
     from matplotlib import rc_context  # noqa: PLC0415
 
     rows = [row for row in content["rows"] if row.get("rivals")]
-    names = ["ours", *dict.fromkeys(name for row in rows for name in row["rivals"])]
+    names = ["ours", *dict.fromkeys(name for row in rows for name in others(row))]
     # A fixed salt and no date: the same results give the same bytes.
     with rc_context({"svg.hashsalt": content["subject"], "font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(
-            figsize=(8, 1 + ROWS_HIGH * sum(len(row["rivals"]) + 1.6 for row in rows)), layout="constrained"
-        )
+        figure = Figure(figsize=(8, 1 + ROWS_HIGH * sum(len(others(row)) + 1.6 for row in rows)), layout="constrained")
         axes = figure.add_subplot()
         top = _bars(axes, rows, names, content["subject"])
         axes.set_ylim(top + 0.8, -0.8)
@@ -48,6 +46,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
         FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
 
 
+def others(row: Row) -> dict[str, float]:
+    """Whoever stands in a row with ours."""
+    return {**row["rivals"], **dict(told_beside(row))}
+
+
 def _colour(name: str, names: Sequence[str]) -> str:
     return OURS if name == "ours" else RIVALS[(names.index(name) - 1) % len(RIVALS)]
 
@@ -56,7 +59,7 @@ def _bars(axes: Any, rows: Sequence[Row], names: Sequence[str], subject: str) ->
     """Draw every group; return where the last bar lies."""
     place, ticks, labels = 0.0, [], []
     for row in rows:
-        bars = {"ours": row["ours"], **row["rivals"]}
+        bars = {"ours": row["ours"], **others(row)}
         present = [name for name in names if name in bars]
         ticks.append(place + (len(present) - 1) / 2)
         labels.append(row["case"].removeprefix(f"{subject}/"))

@@ -1,7 +1,7 @@
-"""Results -> docs/performance.md: tables for every subject, and a plot for those with rivals.
+"""Results -> docs/performance.md: tables for every subject and precision, and a plot for those with rivals.
 
     render(folder)        the Markdown, from every results file of a card
-    write(folder, docs)   that, and docs/performance/SUBJECT.svg beside it
+    write(folder, docs)   that, and docs/performance/SUBJECT.svg (SUBJECT-fp8.svg) beside it
 
 Everything below the marker in docs/performance.md is generated; what stands above it is written by people and kept.
 Tables need nothing but the results; plots need matplotlib.
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from futransformer.bench.case import Row
+from futransformer.bench.case import Row, ratio_to, told_beside
+from futransformer.bench.results import BF16, precision_of, stem
 from futransformer.bench.subjects import SUBJECTS
 from futransformer.generator.errors import InputError
 
@@ -35,6 +36,7 @@ TITLES = {
     "gemm": "Prefill projections with their epilogues",
     "attention_prefill": "Prefill attention",
     "prefill_block": "One layer of a prefill",
+    "prefill_model": "A whole prefill",
     "decode_gemm": "Decode projections",
     "attention_decode": "Decode attention",
     "decode_block": "One layer of a decode step",
@@ -57,22 +59,26 @@ def write(results: Path, docs: Path) -> Path:
 
     for content in drawn:
         (docs / PLOTS).mkdir(parents=True, exist_ok=True)
-        plots.draw(content, docs / PLOTS / f"{content['subject']}.svg")
+        plots.draw(content, docs / PLOTS / f"{stem(content)}.svg")
     page.write_text(f"{before}\n\n{MARKER}\n\n{body}")
     return page
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Every results file of a card, in the subjects' order; InputError where there is none."""
+    """Every results file of a card, in the subjects' order, BF16 first; InputError where there is none."""
     contents = {}
     for path in sorted(folder.glob("*.json")):
         content = read_file(path)
-        contents[content["subject"]] = content
+        contents[stem(content)] = content
     if not contents:
         raise InputError(f"{folder} holds no results; measure with: futransformer bench SUBJECT...")
-    order = [*SUBJECTS, "accuracy", "sanitize"]
-    known = [subject for subject in order if subject in contents]
-    return [contents[subject] for subject in [*known, *sorted(set(contents) - set(order))]]
+    order = {subject: place for place, subject in enumerate((*SUBJECTS, "accuracy", "sanitize"))}
+
+    def place(content: dict[str, Any]) -> tuple[int, str, bool, str]:
+        subject, precision = content["subject"], precision_of(content)
+        return order.get(subject, len(order)), subject, precision != BF16, precision
+
+    return sorted(contents.values(), key=place)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -107,8 +113,9 @@ def render(contents: Sequence[dict[str, Any]]) -> str:
 
 def section(content: dict[str, Any]) -> str:
     """One subject: where and when, the table, the plot, the notes."""
-    subject, rows = content["subject"], content["rows"]
-    lines = [f"## {TITLES.get(subject, subject)}", "", provenance(content), ""]
+    subject, rows, precision = content["subject"], content["rows"], precision_of(content)
+    title = TITLES.get(subject, subject) + ("" if precision == BF16 else f", {precision.upper()}")
+    lines = [f"## {title}", "", provenance(content), ""]
     if subject == "accuracy":
         lines += accuracy_table(rows)
     elif subject == "sanitize":
@@ -116,7 +123,7 @@ def section(content: dict[str, Any]) -> str:
     else:
         lines += timing_table(subject, rows)
     if has_plot(content):
-        lines += ["", f"![{TITLES.get(subject, subject)}: ours beside the rivals]({PLOTS}/{subject}.svg)"]
+        lines += ["", f"![{title}: ours beside the rivals]({PLOTS}/{stem(content)}.svg)"]
     if content.get("notes"):
         lines += ["", *(f"- {note}" for note in content["notes"])]
     return "\n".join(lines) + "\n"
@@ -150,16 +157,20 @@ def has_plot(content: dict[str, Any]) -> bool:
 
 
 def timing_table(subject: str, rows: Sequence[Row]) -> list[str]:
-    """Case, ours with its spread, every rival, the ratio to the best of them, the share of the ceiling."""
+    """Case, ours with its spread, every rival, the ratio to the best of them, the share of the ceiling.
+
+    What ran beside the rivals comes last, each with a ratio of its own.
+    """
     if not rows:
         return ["No case was measured."]
     rivals = rivals_of(rows)
+    others = list(dict.fromkeys(name for row in rows for name, _ in told_beside(row)))
     units = {row["unit"] for row in rows}
     unit = units.pop() if len(units) == 1 else None
     header = ["case", f"ours{f' ({unit})' if unit else ''}", "p10 to p90", *rivals]
     shows_ratio = bool(rivals)
     shows_ceiling = any(row["percent_of_ceiling"] is not None for row in rows)
-    header += ["ratio"] * shows_ratio + ["% of ceiling"] * shows_ceiling
+    header += ["ratio"] * shows_ratio + ["% of ceiling"] * shows_ceiling + [f"beside: {name}" for name in others]
     lines = [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
     for row in rows:
         cells = [
@@ -170,6 +181,8 @@ def timing_table(subject: str, rows: Sequence[Row]) -> list[str]:
         ]
         cells += ["" if row["ratio"] is None else f"**{row['ratio']:.2f}**"] * shows_ratio
         cells += ["" if row["percent_of_ceiling"] is None else f"{row['percent_of_ceiling']:.0f}"] * shows_ceiling
+        told = {name: f"{figure(value)} ({ratio_to(value, row):.2f})" for name, value in told_beside(row)}
+        cells += [told.get(name, "") for name in others]
         lines.append(_line(cells))
     return lines
 

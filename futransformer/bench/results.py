@@ -1,9 +1,9 @@
-"""Results files: one JSON a subject, nothing in it typed by hand.
+"""Results files: one JSON a subject and precision, nothing in it typed by hand.
 
-    {"subject": ..., "card": ..., "driver": ..., "commit": ..., "dirty": ..., "date": ..., "versions": {...},
-     "ceilings": {...}, "rows": [...], "notes": [...]}
+    {"subject": ..., "precision": ..., "card": ..., "driver": ..., "commit": ..., "dirty": ..., "date": ...,
+     "versions": {...}, "ceilings": {...}, "rows": [...], "notes": [...]}
 
-``notes`` says which rivals, or cases, were left out, and why.
+What names no precision is BF16. ``notes`` says which rivals, or cases, were left out, and why.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import futransformer
 from futransformer.bench.case import Ceilings
 from futransformer.generator.errors import InputError
 
+BF16 = "bf16"
 SOURCE = Path(__file__).resolve().parent
 
 
@@ -61,11 +62,12 @@ def document(
     environment: dict[str, Any],
     rows: Sequence[dict[str, Any]],
     *,
+    precision: str = BF16,
     ceilings: Ceilings | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Put a file's content together."""
-    content = {"subject": subject, **environment}
+    content = {"subject": subject} | ({} if precision == BF16 else {"precision": precision}) | environment
     if ceilings is not None:
         content["ceilings"] = {name: float(f"{value:.4g}") for name, value in asdict(ceilings).items()}
     content["rows"] = list(rows)
@@ -75,11 +77,23 @@ def document(
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
-    """Write ``folder``/SUBJECT.json and return its path."""
+    """Write ``folder``/SUBJECT.json, of another precision than BF16 SUBJECT-PRECISION.json, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{content['subject']}.json"
+    path = folder / f"{stem(content)}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def precision_of(content: dict[str, Any]) -> str:
+    """The precision of a file's rows."""
+    precision: str = content.get("precision", BF16)
+    return precision
+
+
+def stem(content: dict[str, Any]) -> str:
+    """The name of a file and of its plot."""
+    precision = precision_of(content)
+    return f"{content['subject']}" + ("" if precision == BF16 else f"-{precision}")
 
 
 def _output(*command: str) -> str:

@@ -10,19 +10,29 @@ from __future__ import annotations
 import fnmatch
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from futransformer.bench.case import Case, Ceilings, HostCase, Problem, Regime, RivalMissingError, Row
+from futransformer.bench.case import (
+    Case,
+    Ceilings,
+    HostCase,
+    Problem,
+    Regime,
+    RivalMissingError,
+    Row,
+    ratio_to,
+    told_beside,
+)
 from futransformer.bench.check import Verdict, judge, judge_rival
 from futransformer.bench.harness import Harness, Timing
 from futransformer.bench.shapes import SHAPES, shape_config
 from futransformer.generator.errors import FuTransformerError, InputError
-from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.precision import get_precision
 from futransformer.library import KernelLibrary, load_kernels
 
 # What a regime is given if the budget allows it, in seconds; more would narrow no spread worth narrowing.
@@ -43,7 +53,6 @@ class Bench:
         *,
         kernels: Path | None = None,
         tuned: bool = True,
-        precision: str = "bf16",
     ) -> None:
         """``kernels`` is a folder of exports, one a config's name; ``tuned`` rivals spend time on tuning themselves.
 
@@ -52,9 +61,8 @@ class Bench:
         self.device = device
         self._ceilings = ceilings
         self.tuned = tuned
-        self.precision: Precision = get_precision(precision)
         self.kernels = kernels
-        self._libraries: dict[tuple[str, bool], KernelLibrary] = {}
+        self._libraries: dict[tuple[str, str, bool], KernelLibrary] = {}
 
     @property
     def ceilings(self) -> Ceilings:
@@ -62,16 +70,18 @@ class Bench:
         assert self._ceilings is not None, "a timed case needs measured ceilings"
         return self._ceilings
 
-    def folder(self, shape: str) -> Path | None:
-        """The export of a shape's config."""
-        return self.kernels / SHAPES.get(shape, shape) if self.kernels else None
+    def folder(self, shape: str, precision: str = "bf16") -> Path | None:
+        """The export of a shape's config: named after it, and after the precision if that is not BF16."""
+        name = SHAPES.get(shape, shape) + ("" if precision == "bf16" else f"-{precision}")
+        return self.kernels / name if self.kernels else None
 
-    def library(self, shape: str, *, batch_invariant: bool = False) -> KernelLibrary:
+    def library(self, shape: str, precision: str = "bf16", *, batch_invariant: bool = False) -> KernelLibrary:
         """The kernels of a shape, loaded when they are first asked for."""
-        key = shape, batch_invariant
+        key = shape, precision, batch_invariant
         if key not in self._libraries:
+            folder = self.folder(shape, precision)
             self._libraries[key] = load_kernels(
-                shape_config(shape), self.precision, folder=self.folder(shape), batch_invariant=batch_invariant
+                shape_config(shape), precision, folder=folder, batch_invariant=batch_invariant
             )
         return self._libraries[key]
 
@@ -94,6 +104,15 @@ def select(cases: Sequence[AnyCase], patterns: Sequence[str]) -> list[AnyCase]:
     if not chosen:
         raise InputError(f"--only {' '.join(patterns)} matches no case of this subject; one is {cases[0].name}")
     return chosen
+
+
+def by_file(chosen: Mapping[str, Sequence[AnyCase]]) -> list[tuple[str, str, list[AnyCase]]]:
+    """The cases that were chosen of each subject, divided by precision: (subject, precision, cases)."""
+    return [
+        (subject, precision, [case for case in cases if case.precision == precision])
+        for subject, cases in chosen.items()
+        for precision in dict.fromkeys(case.precision for case in cases)
+    ]
 
 
 def run_cases(
@@ -145,9 +164,10 @@ def run_host_case(case: HostCase, bench: Bench, outcome: Outcome, say: Say) -> N
 
 def run_case(case: Case, bench: Bench, harness: Harness, outcome: Outcome, left: Callable[[], float], say: Say) -> None:
     """Append the case's rows, or the reason why there are none."""
+    precision = get_precision(case.precision)
     problem = case.open(bench)
     expected = problem.expected()
-    verdict = judge(problem.ours.outputs(), expected, bench.precision)
+    verdict = judge(problem.ours.outputs(), expected, precision)
     if not verdict.passed:
         outcome.failed = True
         outcome.notes.append(
@@ -156,11 +176,11 @@ def run_case(case: Case, bench: Bench, harness: Harness, outcome: Outcome, left:
         say(outcome.notes[-1])
         return
     contenders, notes = {"ours": problem.ours}, []
-    for name, make in problem.rivals.items():
+    for name, make in {**problem.rivals, **problem.beside}.items():
         try:
             rival = make()
             outputs = rival.outputs()
-            judged = judge_rival(outputs, expected) if outputs else None
+            judged = judge_rival(outputs, expected, precision) if outputs else None
         except RivalMissingError as error:
             notes.append(f"{case.name}: {name} left out: {error}")
             continue
@@ -187,20 +207,26 @@ def make_row(
 ) -> Row:
     """One row of the results file."""
     ours = timings["ours"]
-    rivals = {name: timing for name, timing in timings.items() if name != "ours"}
+    rivals = {name: timing for name, timing in timings.items() if name in problem.rivals}
+    beside = {name: timing for name, timing in timings.items() if name in problem.beside}
     spread = sorted(case.value(edge, problem.work) for edge in (ours.p10, ours.p90))
     best = min((timing.median for timing in rivals.values()), default=None)
-    return {
+
+    def figures(timings: dict[str, Timing]) -> dict[str, float]:
+        return {name: _figure(case.value(timing.median, problem.work)) for name, timing in timings.items()}
+
+    row = {
         "case": case.name if regime == "steady" else f"{case.name}/{regime}",
         "ours": _figure(case.value(ours.median, problem.work)),
         "unit": case.unit,
         "spread": [_figure(edge) for edge in spread],
-        "rivals": {name: _figure(case.value(timing.median, problem.work)) for name, timing in rivals.items()},
+        "rivals": figures(rivals),
         "ratio": None if best is None else round(best / ours.median, 3),
         "percent_of_ceiling": round(100 * problem.work.floor_seconds(ceilings) / ours.median, 1),
         "error": float(f"{verdict.error:.3g}"),
         "tolerance": float(f"{verdict.tolerance:.3g}"),
     }
+    return {**row, "beside": figures(beside)} if beside else row
 
 
 def host_row(name: str, timing: Timing, *, error: float) -> Row:
@@ -220,7 +246,9 @@ def host_row(name: str, timing: Timing, *, error: float) -> Row:
 
 def describe(row: Row) -> str:
     """A row in one line."""
-    rivals = ", ".join(f"{name} {figure:g}" for name, figure in row["rivals"].items())
+    told = [f"{name} {figure:g}" for name, figure in row["rivals"].items()]
+    told += [f"beside: {name} {figure:g}, ratio {ratio_to(figure, row):.3f}" for name, figure in told_beside(row)]
+    rivals = ", ".join(told)
     ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.3f}"
     ceiling = "" if row["percent_of_ceiling"] is None else f", {row['percent_of_ceiling']:.1f} % of the ceiling"
     return f"{row['case']}: {row['ours']:g} {row['unit']}{ratio}{ceiling}" + (f" ({rivals})" if rivals else "")

@@ -1,6 +1,6 @@
 """The command that measures: ``bench SUBJECT...``, ``bench accuracy``, ``bench list``, and ``bench report``.
 
-Rows go to one JSON file a subject; what was left out, and why, to standard error and into the file.
+Rows go to one JSON file a subject and precision; what was left out, and why, to standard error and into the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--kernels",
         type=Path,
         metavar="DIR",
-        help="a folder of exports, each in a folder of its config's name (default: the cache)",
+        help="a folder of exports, each in a folder of its config's name, of FP8 with -fp8 (default: the cache)",
     )
     bench.add_argument("--quick-rivals", action="store_true", help="do not let rivals tune themselves first")
     bench.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
@@ -136,18 +136,21 @@ def _measure(args: argparse.Namespace) -> int:
     contents: list[dict[str, Any]] = []
     failed = False
 
-    def content(subject: str, outcome: runner.Outcome) -> dict[str, Any]:
-        return results.document(subject, where, outcome.rows, ceilings=ceilings, notes=outcome.notes)
+    def content(subject: str, precision: str, outcome: runner.Outcome) -> dict[str, Any]:
+        return results.document(
+            subject, where, outcome.rows, precision=precision, ceilings=ceilings, notes=outcome.notes
+        )
 
     with torch.no_grad():
-        for subject, cases in chosen.items():
+        for subject, precision, cases in runner.by_file(chosen):
 
-            def save(outcome: runner.Outcome, subject: str = subject) -> None:
-                results.write(folder, content(subject, outcome))
+            def save(outcome: runner.Outcome, subject: str = subject, precision: str = precision) -> None:
+                results.write(folder, content(subject, precision, outcome))
 
-            outcome = runner.run_cases(cases, bench, harness, seconds=args.seconds, say=_say, save=save)
+            seconds = args.seconds * len(cases) / len(chosen[subject])
+            outcome = runner.run_cases(cases, bench, harness, seconds=seconds, say=_say, save=save)
             failed |= outcome.failed
-            contents.append(content(subject, outcome))
+            contents.append(content(subject, precision, outcome))
             _say(f"wrote {results.write(folder, contents[-1])}")
     if args.json:
         print(json.dumps(contents, indent=1))

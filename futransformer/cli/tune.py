@@ -107,7 +107,8 @@ def _build_only(args: argparse.Namespace, config: LlamaConfig, settings: BuildSe
     _say_refused(refused)
     export_sweep(sweep.without(frozenset(refused)), records, args.build_only)
     print(f"{len(records)} kernels of {config.name} in {args.build_only}, {time.monotonic() - start:.1f} s")
-    print(f"Time them: futransformer tune {args.config} --kernels {args.build_only}")
+    precision = "" if args.precision == "bf16" else f" --precision {args.precision}"
+    print(f"Time them: futransformer tune {args.config}{precision} --kernels {args.build_only}")
     return 0
 
 

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class SweepBench(Bench):
         super().__init__(library.device, ceilings)
         self._library = library
 
-    def library(self, shape: str, *, batch_invariant: bool = False) -> KernelLibrary:
+    def library(self, shape: str, precision: str = "bf16", *, batch_invariant: bool = False) -> KernelLibrary:
         """The sweep's library."""
         return self._library
 
@@ -163,15 +162,16 @@ def _time_rows(
 ) -> dict[GemmSpec, list[float]]:
     """The times of a call at this many rows, of every candidate that computes the right thing."""
     op: Projection = result.place.op  # type: ignore[assignment]
-    inputs = ProjectionInputs(bench, shape, op, rows, "prefill")
-    floor = graph_floor(gemm_work(inputs.config, op, rows), rows, bench.ceilings)
+    precision = bench.library(shape).precision
+    inputs = ProjectionInputs(bench, shape, op, rows, "prefill", precision=precision.name)
+    floor = graph_floor(gemm_work(inputs.config, op, rows, precision.name), rows, bench.ceilings)
     expected = inputs.expected()
     weights = [inputs.packed(bench.library(shape)) for _ in range(inputs.sets)]
     contenders: dict[str, Contender] = {}
     named: dict[str, GemmSpec] = {}
     for spec, library in libraries.items():
         try:
-            verdict = judge(inputs.our_outputs(library), expected, bench.precision)
+            verdict = judge(inputs.our_outputs(library), expected, precision)
             if not verdict.passed:
                 result.refused[spec.name] = f"{rows} rows: error {verdict.error:.2e} exceeds {verdict.tolerance:.2e}"
                 continue
@@ -197,6 +197,4 @@ def _contender(
     inputs: ProjectionInputs, library: KernelLibrary, weights: list[Tensor], floor: float | None
 ) -> Contender:
     """Calls that walk over the weights, which all candidates read in one packing."""
-    residual = inputs.residual.clone()
-    calls: list[Callable[[], object]] = [partial(inputs.call, library, weight, residual) for weight in weights]
-    return inputs.timed(calls, list, floor, library.chain())
+    return inputs.timed(inputs.calls_over(library, weights), list, floor, library.chain())

@@ -85,7 +85,7 @@ def make_sweep(config: LlamaConfig, precision: str, table: ScheduleTable, ops: S
         heads = config.heads if op == "qkv" else None
         for most, numbers in BUCKETS.items():
             place = Place(op, row.prefill.name, n, k, most)
-            proposed = candidates(op, row.prefill, n, k, heads, numbers[-1], table.multiprocessors, count)
+            proposed = candidates(op, row, n, k, heads, numbers[-1], table.multiprocessors, count)
             now = sweep.incumbent(place)
             sweep.candidates[place] = tuple(spec for spec in proposed if schedule_of(spec) != schedule_of(now))
     return sweep
@@ -142,10 +142,8 @@ def load_sweep(folder: Path, config: LlamaConfig, precision: str) -> Sweep:
         raise ConfigError(
             f"{folder} is a sweep of {' in '.join(built_for)}, not of {config.name} in {precision}; {again}"
         )
-    found: dict[Place, list[GemmSpec]] = {}
+    row, found = get_precision(precision), dict[Place, list[GemmSpec]]()
     for place, schedule in rows_from_json(reader.content.get("rows"), path):
         heads = config.heads if place.op == "qkv" else None
-        found.setdefault(place, []).append(spec_of(place, schedule, heads))
-    return Sweep(
-        config, get_precision(precision), manifest.table, {place: tuple(specs) for place, specs in found.items()}
-    )
+        found.setdefault(place, []).append(spec_of(place, schedule, heads, row))
+    return Sweep(config, row, manifest.table, {place: tuple(specs) for place, specs in found.items()})

@@ -120,6 +120,13 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         Param("rms_norm_eps", "float32"),
         pointer("scale", "const float"),
     ),
+    # that and silu(gate) * up, in units of the result's scale (store_fp8's out_scale)
+    "scaled_swiglu": (
+        pointer("sumsq", "const float"),
+        Param("sumsq_parts", "int32"),
+        Param("rms_norm_eps", "float32"),
+        pointer("scale", "const float"),
+    ),
     # FP8 operands whose weight has a scale a row: scale [N], in the order of the chain's columns
     "channelscale": (pointer("scale", "const float"),),
     # x scale [1], + residual
@@ -163,7 +170,7 @@ FP8_EPILOGUES: dict[str, dict[str, tuple[str, ...]]] = {
     "tensor": {
         "qkv": ("scaled_rowscale", "rope", "scatter_kv"),
         "o": ("scaled_residual", "store_sumsq", "store_fp8"),
-        "gate_up": ("scaled_rowscale", "swiglu", "store_fp8"),
+        "gate_up": ("scaled_swiglu", "store_fp8"),
         "down": ("scaled_residual", "store_sumsq", "store_fp8"),
     },
     "channel": {

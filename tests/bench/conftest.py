@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from futransformer.bench import graphs, llama
 from futransformer.bench.case import Ceilings, Contender
 from futransformer.bench.harness import Harness
-from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.rivals import attention, torch_bf16
 from futransformer.bench.runner import Bench
-from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.bench.shapes import shape_config
+from futransformer.bench.subjects import prefill_model
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.precision import get_precision
 from futransformer.reference import ReferenceOps
 
 CEILINGS = Ceilings(read_tbps=4.0, fp8_tflops=1600.0, bf16_tflops=800.0)
@@ -79,9 +83,9 @@ def timed(clock: FakeClock) -> Callable[..., Contender]:
 class ReferenceKernels(ReferenceOps):
     """The reference in the place of a kernel library."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, precision: str = "bf16") -> None:
         super().__init__(config)
-        self.config = config
+        self.config, self.precision = config, get_precision(precision)
 
 
 class CpuBench(Bench):
@@ -90,9 +94,11 @@ class CpuBench(Bench):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), CEILINGS)
 
-    def library(self, shape: str, *, batch_invariant: bool = False) -> ReferenceKernels:  # type: ignore[override]
+    def library(  # type: ignore[override]
+        self, shape: str, precision: str = "bf16", *, batch_invariant: bool = False
+    ) -> ReferenceKernels:
         """The reference of a shape; a row of it depends on no other anyway."""
-        return ReferenceKernels(load_config(shape))
+        return ReferenceKernels(shape_config(shape), precision)
 
 
 @pytest.fixture
@@ -115,5 +121,14 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
     monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
     monkeypatch.setattr(torch_bf16, "compiled", lambda function: function)
     monkeypatch.setattr(torch_bf16, "fastest_backend", lambda *_: "flash")
+
+    def varlen(cu_seqlens: Tensor, longest: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """FlashAttention-4's place, taken by PyTorch prompt by prompt."""
+        lengths = tuple(cu_seqlens.diff().tolist())
+        assert longest == max(lengths)
+        return lambda q, k, v: torch_bf16.attend_prompts(q, k, v, lengths)
+
+    monkeypatch.setattr(attention, "flash_attention_varlen", varlen)
+    monkeypatch.setattr(prefill_model, "shape_config", lambda shape: replace(shape_config(shape), num_hidden_layers=3))
     torch.manual_seed(0)
     return CpuBench()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from futransformer.bench import report
+from futransformer.bench import report, results
 from futransformer.cli import main
 from futransformer.generator.errors import InputError
 
@@ -48,6 +48,31 @@ DECODE = {
     ],
     "notes": ["decode_block/8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else"],
 }
+GATED = {
+    "subject": "gateup_swiglu",
+    "precision": "fp8",
+    **FRAME,
+    "rows": [
+        row(
+            "gateup_swiglu/8b/fp8/M=2048/burst",
+            ours=1500.0,
+            unit="TFLOP/s",
+            spread=[1490.0, 1510.0],
+            rivals={"torch-fp8": 1250.0},
+            ratio=1.2,
+            beside={"torch-fp8-mm": 1480.0},
+        ),
+        row(
+            "gateup_swiglu/8b/fp8/M=8192/burst",
+            ours=1600.0,
+            unit="TFLOP/s",
+            spread=[1590.0, 1610.0],
+            rivals={"torch-fp8": 1350.0},
+            ratio=1.185,
+            beside={"torch-fp8-mm": 1520.0, "quack-bf16-prepost": 800.0},
+        ),
+    ],
+}
 LOAD = {
     "subject": "load",
     **{key: value for key, value in FRAME.items() if key != "ceilings"},
@@ -57,12 +82,12 @@ LOAD = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    results = tmp_path / "results"
-    results.mkdir()
+    written = tmp_path / "results"
+    written.mkdir()
     accuracy = {**LOAD, "subject": "accuracy", "rows": [{"case": "p", "ours": 1, "unit": "x", "rivals": {"a": 2}}]}
     for content in (LOAD, DECODE, accuracy):
-        (results / f"{content['subject']}.json").write_text(json.dumps(content))
-    return results
+        (written / f"{content['subject']}.json").write_text(json.dumps(content))
+    return written
 
 
 def test_tables(folder: Path) -> None:
@@ -77,6 +102,42 @@ def test_tables(folder: Path) -> None:
     assert "commit 0123456789ab, 2026-11-29 20:00 UTC. Ceilings of this run: 4.50 TB/s read" in text
     assert "![One layer of a decode step: ours beside the rivals](performance/decode_block.svg)" in lines
     assert "performance/load.svg" not in text
+
+
+def test_fp8_stands_apart_from_bf16(folder: Path) -> None:
+    bf16 = {key: value for key, value in GATED.items() if key != "precision"}
+    bf16["rows"] = [row("gateup_swiglu/8b/bf16/M=2048/burst", rivals={"torch-bf16": 40.0})]
+    for content in (bf16, GATED):
+        results.write(folder, content)
+    assert {path.name for path in folder.iterdir()} >= {"gateup_swiglu.json", "gateup_swiglu-fp8.json"}
+    contents = report.read(folder)
+    assert [results.stem(content) for content in contents][:3] == [
+        "gateup_swiglu",
+        "gateup_swiglu-fp8",
+        "decode_block",
+    ]
+    text = report.render(contents)
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings[:2] == ["## Gate and up projections with SwiGLU", "## Gate and up projections with SwiGLU, FP8"]
+    assert "| 8b/bf16/M=2048/burst | 33.1 | 32.9 to 33.6 | 40 | **2.67** | 76 |" in text
+    lines = text.splitlines()
+    assert (
+        "| case | ours (TFLOP/s) | p10 to p90 | torch-fp8 | ratio | % of ceiling | beside: torch-fp8-mm "
+        "| beside: quack-bf16-prepost |"
+    ) in lines
+    assert "| 8b/fp8/M=2048/burst | 1500 | 1490 to 1510 | 1250 | **1.20** | 76 | 1480 (1.01) |  |" in lines
+    assert "| 8b/fp8/M=8192/burst | 1600 | 1590 to 1610 | 1350 | **1.19** | 76 | 1520 (1.05) | 800 (2.00) |" in lines
+    assert "(performance/gateup_swiglu-fp8.svg)" in text
+
+
+def test_a_plot_shows_what_ran_beside_the_rivals(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from futransformer.bench import plots  # noqa: PLC0415
+
+    plots.draw(GATED, tmp_path / "plot.svg")
+    picture = (tmp_path / "plot.svg").read_text()
+    assert "quack-bf16-prepost" in picture
+    assert "torch-fp8-mm" in picture
 
 
 def test_the_committed_results_can_be_told() -> None:

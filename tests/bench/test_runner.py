@@ -15,7 +15,8 @@ from futransformer.bench import results, runner
 from futransformer.bench.case import COMPUTE_BOUND, MEMORY_BOUND, Case, Contender, Expected, HostCase, Problem, Work
 from futransformer.bench.harness import Harness, Timing
 from futransformer.bench.rivals import require
-from futransformer.bench.runner import host_row, run_cases, select
+from futransformer.bench.runner import by_file, host_row, run_cases, select
+from futransformer.bench.subjects import subject_cases
 from futransformer.cli import main
 from futransformer.generator.errors import InputError
 from tests.bench.conftest import CEILINGS, CpuBench, FakeClock
@@ -69,6 +70,48 @@ def test_a_row_in_time(harness: Harness, timed: Timed) -> None:
     assert row["ours"] == 20
     assert row["spread"] == [20, 40]
     assert row["ratio"] == 1.5
+
+
+def test_what_runs_beside_the_rivals_has_no_part_in_the_ratio(harness: Harness, timed: Timed) -> None:
+    def problem(_: object) -> Problem:
+        rivals = {"torch-fp8": lambda: timed("torch", 24e-6, calls=40, outputs=[ANSWER * 1.1])}
+        beside = {
+            "torch-fp8-mm": lambda: timed("mm", 16e-6, calls=40),
+            "quack-bf16-prepost": lambda: timed("quack", 40e-6, calls=40, outputs=[-ANSWER]),
+        }
+        work = Work(fp8_flops=16e9)  # 10 us at 1600 TFLOP/s
+        ours = timed("ours", 20e-6, calls=40, outputs=[ANSWER])
+        return Problem(work, ours, rivals, lambda: EXACT, beside)
+
+    fp8 = Case("gateup_swiglu/8b/fp8/M=8192", "TFLOP/s", MEMORY_BOUND, problem, precision="fp8")
+    outcome = run([fp8], harness)
+    (row,) = outcome.rows
+    assert row["ours"] == 800.0
+    assert row["rivals"] == {"torch-fp8": pytest.approx(666.67)}  # a tenth beside the answer, which FP8 may be
+    assert row["ratio"] == 1.2
+    assert row["percent_of_ceiling"] == 50.0
+    assert row["beside"] == {"torch-fp8-mm": 1000.0}
+    assert "quack-bf16-prepost left out: it computes something else" in outcome.notes[0]
+    assert "ratio 1.200" in runner.describe(row)
+    assert "beside: torch-fp8-mm 1000, ratio 0.800" in runner.describe(row)
+    in_bf16 = Case("gateup_swiglu/8b/bf16/M=8192", "TFLOP/s", MEMORY_BOUND, problem)
+    assert run([in_bf16], harness).rows[0]["rivals"] == {}
+
+
+def test_kernels_of_a_precision_have_a_folder_and_a_file_of_their_own() -> None:
+    bench = runner.Bench(torch.device("cpu"), CEILINGS, kernels=Path("kernels"))
+    assert bench.folder("8b") == Path("kernels/llama-3.1-8b")
+    assert bench.folder("8b", "fp8") == Path("kernels/llama-3.1-8b-fp8")
+    chosen = {
+        "gemm": select(subject_cases("gemm"), ["8b/o/*/M=8192", "8b/down/fp8/M=2048"]),
+        "decode_block": select(subject_cases("decode_block"), ["8b/bf16/B=1/ctx=1024"]),
+    }
+    named = [(subject, precision, [case.name for case in cases]) for subject, precision, cases in by_file(chosen)]
+    assert named == [
+        ("gemm", "bf16", ["gemm/8b/o/bf16/M=8192"]),
+        ("gemm", "fp8", ["gemm/8b/down/fp8/M=2048", "gemm/8b/o/fp8/M=8192"]),
+        ("decode_block", "bf16", ["decode_block/8b/bf16/B=1/ctx=1024"]),
+    ]
 
 
 def test_compute_bound_cases_give_two_rows(harness: Harness, timed: Timed, clock: FakeClock) -> None:
@@ -172,6 +215,9 @@ def test_a_results_file(tmp_path: Path) -> None:
     assert read["ceilings"] == {"read_tbps": 4.0, "fp8_tflops": 1600.0, "bf16_tflops": 800.0}
     assert read["commit"] == "abc1234"
     assert set(read["versions"]) == {"torch", "cuda", "futransformer"}
+    fp8 = results.document("gemm", where, [], precision="fp8")
+    assert results.write(tmp_path / "h200", fp8).name == "gemm-fp8.json"
+    assert list(fp8)[:2] == ["subject", "precision"]
 
 
 def test_a_tree_without_history_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,20 @@ from functools import partial
 import pytest
 import torch
 
-from futransformer.bench.case import Case, Ceilings, HostCase, Problem
+from futransformer.bench import fp8
+from futransformer.bench.case import Case, Ceilings, HostCase, Problem, Work
 from futransformer.bench.check import judge, judge_rival
 from futransformer.bench.llama import Paging, Prompts, to_pair_order
 from futransformer.bench.rivals import quack
 from futransformer.bench.runner import Bench
-from futransformer.bench.shapes import gemm_work, shape_config
+from futransformer.bench.shapes import (
+    RAGGED,
+    block_gemm_work,
+    gemm_work,
+    prefill_attention_work,
+    prefill_model_work,
+    shape_config,
+)
 from futransformer.bench.subjects import (
     SUBJECTS,
     attention_decode,
@@ -25,9 +33,12 @@ from futransformer.bench.subjects import (
     gateup_swiglu,
     gemm,
     prefill_block,
+    prefill_model,
     subject_cases,
 )
+from futransformer.bench.subjects.projection import ProjectionInputs
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.precision import Precision, get_precision
 from tests.bench.conftest import CpuBench
 
 SMALL = "smollm2-135m"
@@ -45,8 +56,26 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
     "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
+    "gateup_swiglu/fp8": partial(gateup_swiglu.open_fp8_case, SMALL, 24),
+    **{f"gemm/{op}/fp8": partial(gemm.open_fp8_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
+    "gemm/host/fp8": partial(gemm.open_fp8_case, SMALL, "down", 1024),
+    "prefill_block/fp8": partial(prefill_block.open_case, SMALL, (40, 40), precision="fp8"),
+    "prefill_block/ragged/fp8": partial(prefill_block.open_case, SMALL, (1, 70, 9), precision="fp8"),
+    "prefill_model/fp8": partial(prefill_model.open_case, SMALL, 70),
 }
-RUN_HERE = ("torch-bf16", "torch-bf16-epilogue", "ours-default")
+RUN_HERE = (
+    "torch-bf16",
+    "torch-bf16-epilogue",
+    "torch-bf16-padded",
+    "torch-fp8",
+    "torch-fp8-mm",
+    "torch-fp8-padded",
+    "ours-default",
+)
+
+
+def precision_of(name: str) -> Precision:
+    return get_precision("fp8" if name.endswith("fp8") else "bf16")
 
 
 @pytest.mark.parametrize("name", OPENED)
@@ -56,35 +85,43 @@ def test_ours_and_pytorch_compute_the_same(cpu_bench: CpuBench, name: str) -> No
         problem.ours.run()
         problem.ours.run()  # running leaves nothing behind that a check would notice
         expected = problem.expected()
-        verdict = judge(problem.ours.outputs(), expected, cpu_bench.precision)
+        precision = precision_of(name)
+        verdict = judge(problem.ours.outputs(), expected, precision)
         assert verdict.passed
         assert 0 < verdict.tolerance < 0.1
         assert problem.work.floor_seconds(cpu_bench.ceilings) > 0
         compared = 0
         for rival in RUN_HERE:
-            if rival not in problem.rivals:
+            make = problem.rivals.get(rival) or problem.beside.get(rival)
+            if make is None:
                 continue
-            contender = problem.rivals[rival]()
+            contender = make()
             contender.run()
             outputs = contender.outputs()
             compared += len(outputs)
-            assert not outputs or judge_rival(outputs, expected).passed
+            assert not outputs or judge_rival(outputs, expected, precision).passed
             assert contender.calls == problem.ours.calls
+        assert set(problem.rivals).isdisjoint(problem.beside)
         if name.startswith(("gemm", "gateup", "prefill", "decode_b", "decode_s")):
             assert compared
 
 
-@pytest.mark.parametrize("name", [name for name in OPENED if not name.startswith("decode_step")])
+@pytest.mark.parametrize("name", [name for name in OPENED if not name.startswith(("decode_step", "prefill_model"))])
 def test_a_wrong_answer_is_seen(cpu_bench: CpuBench, name: str) -> None:
     with torch.no_grad():
         problem = OPENED[name](cpu_bench)
         outputs = [tensor.clone() for tensor in problem.ours.outputs()]
         expected = problem.expected()
+        precision = precision_of(name)
         outputs[-1].view(-1)[7] = torch.nan
-        assert not judge(outputs, expected, cpu_bench.precision).passed
+        assert not judge(outputs, expected, precision).passed
         outputs = [tensor.clone() for tensor in problem.ours.outputs()]
         outputs[0][-1] = outputs[0][0].roll(1)
-        assert not judge(outputs, expected, cpu_bench.precision).passed
+        assert not judge(outputs, expected, precision).passed
+        if outputs[-1].dtype == torch.float8_e4m3fn:
+            outputs = [tensor.clone() for tensor in problem.ours.outputs()]
+            outputs[-1][-1] = -outputs[-1][-1].float()
+            assert not judge(outputs, expected, precision).passed
 
 
 def test_interleaving_for_gated_rivals() -> None:
@@ -126,6 +163,8 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"{subject}/") for name in names)
     assert any(case.default for case in cases)
+    assert all(case.precision in ("bf16", "fp8") for case in cases)
+    assert all(("/fp8/" in case.name) == (case.precision == "fp8") for case in cases)
     if not isinstance(cases[0], HostCase):
         assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
 
@@ -134,6 +173,12 @@ def test_the_agreed_cases_exist() -> None:
     names = {case.name for subject in SUBJECTS for case in subject_cases(subject)}
     assert names >= {
         "gateup_swiglu/70b/bf16/M=16384",
+        "gateup_swiglu/70b/fp8/M=8192",
+        "gemm/8b/qkv/fp8/M=8192",
+        "prefill_block/8b/fp8/ragged",
+        "prefill_block/70b/fp8/4x2048",
+        "prefill_model/8b/fp8/T=128",
+        "prefill_model/8b/fp8/T=8192",
         "gemm/8b/down/bf16/M=8192",
         "attention_prefill/8b/bf16/1x32768",
         "prefill_block/8b/bf16/ragged",
@@ -161,8 +206,10 @@ def test_launches_decide_the_graph_and_arithmetic_the_regimes(rows: int, graphed
     work = gemm_work(shape_config("8b"), "o", rows)
     assert set(gemm.regimes(rows)) == told
     assert gemm.graph_floor(work, rows, CEILINGS) == (work.floor_seconds(CEILINGS) if graphed else None)
-    # An H200's memory is the slower of the two exactly where the regime is steady.
+    # An H200's memory is the slower of the two exactly where the regime is steady, in either precision.
     assert (work.bytes / CEILINGS.read_tbps > work.flops / CEILINGS.bf16_tflops) == (told == {"steady"})
+    fp8 = gemm_work(shape_config("8b"), "gate_up", rows, "fp8")
+    assert (fp8.bytes / CEILINGS.read_tbps > fp8.fp8_flops / CEILINGS.fp8_tflops) == (told == {"steady"})
     for case in subject_cases("gemm"):
         if case.name.endswith(f"M={rows}"):
             assert isinstance(case, Case)
@@ -176,7 +223,7 @@ def test_an_unknown_subject_is_refused() -> None:
 
 def test_work_of_the_published_cases() -> None:
     """The floors that the plan quotes for an H200: an 8B layer of 436 MB at 4.5 TB/s, and its KV."""
-    from futransformer.bench.shapes import decode_block_work, prefill_attention_work  # noqa: PLC0415
+    from futransformer.bench.shapes import decode_block_work  # noqa: PLC0415
 
     config = shape_config("8b")
     assert decode_block_work(config, 1, 1024).bytes / 4.5e12 == pytest.approx(98e-6, rel=0.01)
@@ -184,3 +231,58 @@ def test_work_of_the_published_cases() -> None:
     assert gemm_work(config, "gate_up", 8192).flops == 4 * 8192 * 14336 * 4096
     assert prefill_attention_work(config, (2048,) * 4).flops == 2 * 4 * 32 * 2048 * 2048 * 128
     assert replace(config, num_hidden_layers=1).heads == config.heads
+
+
+def test_work_of_fp8() -> None:
+    """Products count at FP8's ceiling, attention at BF16's; a byte an operand; residual in and out, and its codes."""
+    config, rows = shape_config("8b"), 8192
+    assert gemm_work(config, "down", rows, "fp8") == Work(
+        bytes=4096 * 14336 + rows * 14336 + rows * 4096 * 5, fp8_flops=2 * rows * 4096 * 14336
+    )
+    assert gemm_work(config, "gate_up", rows, "fp8").bytes == 28672 * 4096 + rows * (4096 + 14336)
+    assert gemm_work(config, "qkv", rows, "fp8").bytes == 6144 * 4096 + rows * (4096 + 2 * 6144)
+    block = block_gemm_work(config, rows, "fp8") + prefill_attention_work(config, (rows,))
+    ceilings = Ceilings(read_tbps=4.5, fp8_tflops=1500.0, bf16_tflops=800.0)
+    assert block.floor_seconds(ceilings) == pytest.approx((3.573 / 1500) + (0.55 / 800), rel=0.01)
+    model = prefill_model_work(config, 128, "fp8")
+    assert model.floor_seconds(ceilings) == pytest.approx((6.98e9 + 1.05e9) / 4.5e12, rel=0.06)  # weights, once
+
+
+def test_ragged_prompts_are_those_of_a_server() -> None:
+    assert len(RAGGED) == 64
+    assert (min(RAGGED), max(RAGGED)) == (16, 2048)
+    assert sum(RAGGED) / 64 == pytest.approx(500, rel=0.02)
+    assert 3.9 < 64 * 2048 / sum(RAGGED) < 4.1
+
+
+def test_fp8_scales_come_from_the_data() -> None:
+    values = torch.tensor([[1.0, -3.5], [0.25, 7.0]], dtype=torch.bfloat16)
+    scale = fp8.scale_of(values)
+    assert scale.item() == 7.0 / 448
+    codes = fp8.quantised(values, scale)
+    assert codes.float().tolist() == [[64, -224], [16, 448]]
+    assert fp8.quantised(values * 3, scale).float().abs().max() == 448  # saturates, where a plain conversion gives NaN
+    channels = fp8.Fp8Weight.of(values, "channel")
+    assert channels.scale.tolist() == [3.5 / 448, 7.0 / 448]
+    assert channels.codes.float().tolist() == [[128, -448], [16, 448]]
+
+
+def test_timed_calls_never_saturate(cpu_bench: CpuBench) -> None:
+    """Values beyond the largest code are counted one by one, which would take time: there must be none."""
+    with torch.no_grad():
+        for op in ("o", "down", "gate_up"):
+            inputs = ProjectionInputs(cpu_bench, SMALL, op, 24, "prefill", precision="fp8")
+            for call in inputs.stream_calls(cpu_bench.library(SMALL, "fp8")) * 400:
+                call()
+            assert inputs.timed_scales.result is not None
+            assert inputs.timed_scales.result.saturated.item() <= (op == "gate_up")  # its largest is the scale's own
+        ops = cpu_bench.library(SMALL, "fp8")
+        block = prefill_block.Fp8Inputs(shape_config(SMALL), (40,), ops, ops.precision)
+        packed = block.packed(ops)
+        run = prefill_block.our_stream(ops, block, packed)
+        for _ in range(2 * prefill_block.REFRESH):
+            run()
+        for _, scales in packed:
+            for result in (scales.attended, scales.middle, scales.h, scales.end):
+                assert result is not None
+                assert result.saturated.item() == 0

@@ -14,10 +14,9 @@ from futransformer.build.load import load_or_build
 from futransformer.build.settings import BuildSettings
 from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.driver import Kernel, hopper_problem, require_hopper
-from futransformer.generator.precision import get_precision
 from futransformer.generator.specs import KernelSpec
 from futransformer.library import KernelLibrary
-from tests.ops.models import TAILS_NAME, model_config, tested_plan
+from tests.ops.models import TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import with_poisoned_outputs
 
 
@@ -39,8 +38,8 @@ def gpu_ops(exports: Callable[[str], Path | None]) -> Callable[[str], KernelLibr
     def load(name: str) -> KernelLibrary:
         plan = tested_plan(name)
         built = load_or_build(plan.specs(), folder=exports(name))
-        precision = get_precision("bf16")
-        return with_poisoned_outputs(KernelLibrary(model_config(name), precision, plan, built, require_hopper()))
+        precision, device = precision_of(name), require_hopper()
+        return with_poisoned_outputs(KernelLibrary(model_config(name), precision, plan, built, device))
 
     return load
 

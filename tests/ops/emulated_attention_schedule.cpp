@@ -26,21 +26,9 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
     return all;
   });
 }
-inline int __reduce_max_sync(uint32_t, int value) {
-  return emulator::over_warp(1001, value, [](emulator::Meeting& m) {
-    int all = INT_MIN;
-    for (int lane = 0; lane < 32; ++lane) all = max(all, int(uint32_t(m.in[lane][0])));
-    return uint32_t(all);
-  });
-}
 template <class T>
 T __shfl_sync(uint32_t, T value, int source) {
   return T(emulator::over_warp(1002, uint32_t(value), [source](emulator::Meeting& m) { return m.in[source][0]; }));
-}
-inline int atomicAdd(int* counter, int value) {
-  int const before = *counter;
-  *counter += value;
-  return before;
 }
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(value); }

@@ -1,4 +1,6 @@
-// The row kernels' own source in the emulator: argmax at every alignment with ties and NaN, gather with bad indices.
+// The row kernels' own source in the emulator: argmax at every alignment with ties and NaN, gather with bad indices,
+// and in FP8.
+#include "epilogue.cuh"
 #include "rows.cuh"
 
 static int failures = 0;
@@ -38,19 +40,27 @@ void check_argmax(int padding, int misalignment) {
   }
 }
 
-template <int Columns, int Threads>
-void check_gather(bool with_residual) {
-  constexpr int kTableRows = 9;
-  std::vector<int> const indices = {3, -1, 8, 9, 0, INT_MAX, INT_MIN, 3};
-  int const rows = indices.size();
+constexpr int kTableRows = 9;
+static std::vector<int> const indices = {3, -1, 8, 9, 0, INT_MAX, INT_MIN, 3};
+
+template <int Columns>
+std::vector<uint4> random_table() {
   std::mt19937 random(Columns);
   std::normal_distribution<float> normal;
-  std::vector<uint4> table(kTableRows * Columns / 8), out(rows * Columns / 8);
+  std::vector<uint4> table(kTableRows * Columns / 8);
+  auto* const elements = reinterpret_cast<uint16_t*>(table.data());
+  for (int i = 0; i < kTableRows * Columns; ++i) elements[i] = to_bf16(normal(random));
+  return table;
+}
+
+template <int Columns, int Threads>
+void check_gather(bool with_residual) {
+  int const rows = indices.size();
+  std::vector<uint4> table = random_table<Columns>(), out(rows * Columns / 8);
   std::vector<float> sumsq(rows, -1);
   std::vector<float4> residual(rows * Columns / 4, {-1, -1, -1, -1});
   auto* const elements = reinterpret_cast<uint16_t*>(table.data());
   auto* const gathered = reinterpret_cast<uint16_t*>(out.data());
-  for (int i = 0; i < kTableRows * Columns; ++i) elements[i] = to_bf16(normal(random));
   emulator::launch({unsigned(rows), 1, 1}, Threads, [&] {
     futransformer::GatherRows<Columns, Threads>::run(reinterpret_cast<cutlass::bfloat16_t*>(elements), kTableRows,
                                                      indices.data(), reinterpret_cast<cutlass::bfloat16_t*>(gathered),
@@ -73,7 +83,56 @@ void check_gather(bool with_residual) {
   expect(bits_of(sumsq.front()) == bits_of(sumsq.back()), "the same row twice", Columns, 0);
 }
 
+// FP8 codes beside the row: at a scale that some values pass, and one that none does. What calls before have left in
+// the maximum and the count is raised, not replaced; a NaN changes neither.
+template <int Columns, int Threads>
+void check_gather_fp8(float scale, float earlier_amax) {
+  int const rows = indices.size();
+  std::vector<uint4> table = random_table<Columns>(), out(rows * Columns / 8), codes(rows * Columns / 16 + 1);
+  std::vector<float> sumsq(rows, -1);
+  auto* const elements = reinterpret_cast<cutlass::bfloat16_t*>(table.data());
+  auto* const gathered = reinterpret_cast<cutlass::bfloat16_t*>(out.data());
+  auto* const quantised = reinterpret_cast<cutlass::float_e4m3_t*>(codes.data());
+  elements[3 * Columns].storage = 0x7fc0;  // NaN in a row that is asked for twice
+  elements[8 * Columns + 1].storage = to_bf16(-2.5e3f * scale);
+  float amax = earlier_amax;
+  unsigned saturated = 7;
+  emulator::launch({unsigned(rows), 1, 1}, Threads, [&] {
+    futransformer::GatherRows<Columns, Threads>::run(
+        elements, kTableRows, indices.data(), gathered, sumsq.data(), nullptr,
+        futransformer::StoreFp8<Columns>(quantised, &scale, &amax, &saturated));
+  });
+  float most = earlier_amax;
+  unsigned beyond = 7;
+  for (int i = 0; i < rows * Columns; ++i) {
+    float const value = from_bf16(gathered[i].storage), code = value * (1 / scale);
+    if (code > 448 || code < -448) ++beyond;
+    if (!std::isnan(value)) most = max(most, std::fabs(code) * scale);
+    expect(quantised[i].storage == to_e4m3(code), "code", Columns, i / Columns);
+  }
+  expect(amax == most, "largest magnitude", Columns, 0);
+  expect(saturated == beyond && beyond > 7, "values beyond the largest code", Columns, 0);
+}
+
+// Codes as they are defined: sign, four bits of exponent less 7, three of mantissa; 2^-9 steps below 2^-6.
+void check_codes() {
+  for (int code = 0; code < 256; ++code) {
+    int const exponent = code >> 3 & 15, mantissa = code & 7;
+    float const magnitude = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+    float const value = (code & 127) == 127 ? NAN : code & 128 ? -magnitude : magnitude;
+    expect(to_e4m3(value) == (std::isnan(value) ? 127 : code), "E4M3", 0, code);
+  }
+  struct {
+    float value;
+    int code;
+  } const rounded[] = {{448.1f, 126},   {1e9f, 126},      {-INFINITY, 254},  {1.0625f, 56},    {1.0626f, 57},
+                       {1.1875f, 58},   {0x1p-10f, 0},    {0x1.8p-9f, 2},    {-0x1.1p-10f, 129}, {0x1.fp-7f, 8},
+                       {15.6f, 88},     {0x1.ffp-7f, 8}};
+  for (auto const& [value, code] : rounded) expect(to_e4m3(value) == code, "rounding to E4M3", 0, code);
+}
+
 int main() {
+  check_codes();
   for (int misalignment = 0; misalignment < 4; ++misalignment) {
     for (int padding = 0; padding < 3; ++padding) {
       check_argmax<1, 64>(padding, misalignment);
@@ -88,6 +147,11 @@ int main() {
     check_gather<8, 32>(with_residual);
     check_gather<576, 128>(with_residual);
     check_gather<4096, 128>(with_residual);
+  }
+  for (float const earlier_amax : {0.f, 1e9f}) {
+    check_gather_fp8<8, 32>(0.003f, earlier_amax);
+    check_gather_fp8<576, 128>(0.003f, earlier_amax);
+    check_gather_fp8<4096, 128>(1.f / 64, earlier_amax);
   }
   return failures;
 }

@@ -61,6 +61,13 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+inline uint8_t to_e4m3(float value) {  // round to nearest even, saturate
+  if (std::isnan(value)) return 0x7f;
+  float const magnitude = std::fmin(std::fabs(value), 448.f);
+  int const exponent = std::max(std::ilogb(magnitude), -6);  // below 2^-6 the steps stay those of 2^-6
+  int const steps = std::nearbyint(std::ldexp(magnitude, 3 - exponent));
+  return (std::signbit(value) ? 0x80 : 0) + (exponent + 6) * 8 + steps;
+}
 
 // What a tensor map describes: a row-major BF16 matrix and the box that one copy takes of it. Three-dimensional maps see
 // its columns in groups of box_columns, and take box_groups of them.
@@ -157,7 +164,7 @@ void meet(int instruction, Compute compute) {
   while (meeting.round == round) yield();
 }
 
-enum Instruction { kSyncWarp, kMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kShuffle };
+enum Instruction { kSyncWarp, kMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kShuffle };
 
 // ldmatrix.x4: lane 8 i + r brings the address of row r of matrix i; lane l receives two elements of each matrix, of
 // row l / 4 (transposed: of column l / 4).
@@ -430,9 +437,36 @@ T __shfl_xor_sync(uint32_t, T value, int distance) {
 }
 
 template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  static_assert(sizeof(T) == 4);
+  emulator::warp().in[emulator::lane()][0] = uint32_t(value);
+  emulator::meet(emulator::kReduce, [](emulator::Meeting& m) {
+    T most = T(uint32_t(m.in[0][0]));
+    for (int lane = 1; lane < 32; ++lane) most = max(most, T(uint32_t(m.in[lane][0])));
+    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = uint32_t(most);
+  });
+  return T(uint32_t(emulator::warp().out[emulator::lane()][0]));
+}
+
+// Fibers take turns where they wait: nothing comes between the read and the write.
+template <class T>
+T atomicAdd(T* target, T value) {
+  T const before = *target;
+  *target += value;
+  return before;
+}
+template <class T>
+T atomicMax(T* target, T value) {
+  T const before = *target;
+  *target = max(before, value);
+  return before;
+}
+
+template <class T>
 T __ldg(T const* source) {
   return *source;
 }
+inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -440,6 +474,9 @@ inline float __fdividef(float a, float b) { return a / b; }
 namespace cutlass {
 struct bfloat16_t {
   uint16_t storage;
+};
+struct float_e4m3_t {
+  uint8_t storage;
 };
 namespace arch {
 struct ClusterBarrier {
@@ -510,6 +547,8 @@ struct SM80_16x8x16_F32BF16BF16F32_TN {
 namespace futransformer {
 
 using bf16 = cutlass::bfloat16_t;
+using e4m3 = cutlass::float_e4m3_t;
+constexpr float kLargestE4m3 = 448.f;
 
 inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
 inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
@@ -530,6 +569,13 @@ inline void store_bf16x8(bf16* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "a misaligned store of 16 bytes");
   *reinterpret_cast<uint4*>(target) = pack_bf16x8(values);
 }
+inline uint32_t pack_e4m3x4(float a, float b, float c, float d) {
+  return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | uint32_t(to_e4m3(d)) << 24;
+}
+inline void store_e4m3x8(e4m3* target, float const (&values)[8]) {
+  emulator::expect(reinterpret_cast<uintptr_t>(target) % 8 == 0, "a misaligned store of 8 bytes");
+  for (int i = 0; i < 8; ++i) target[i].storage = to_e4m3(values[i]);
+}
 inline void store_f32x8(float* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "misaligned stores of 16 bytes");
   std::copy(values, values + 8, target);
@@ -538,6 +584,7 @@ inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;
 }
+inline float tanh_approx(float x) { return std::tanh(x); }
 inline int arrive(int* counter) { return (*counter)++; }
 inline void arrive_at_cluster() {
   auto* const cluster = emulator::block->cluster;

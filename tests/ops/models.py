@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from futransformer.build.compile import build_kernels
 from futransformer.build.export import export
@@ -17,8 +18,10 @@ from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
-from futransformer.generator.precision import get_precision
-from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
+from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
+from futransformer.generator.specs import DecodeGemmSpec, GemmSpec, KernelSpec, Tile
+
+SomeSpec = TypeVar("SomeSpec", GemmSpec, DecodeGemmSpec)
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -41,19 +44,41 @@ MADE_UP: dict[str, LlamaConfig] = {
     )
 }
 
+# The same shapes where a prompt is read in FP8; the odd one with everything that the precision's row leaves out.
+_BF16, _FP8 = get_precision("bf16"), get_precision("fp8")
+FP8: dict[str, Precision] = {
+    "smollm2-135m-fp8": _FP8,
+    "llama-3.1-8b-fp8": _FP8,
+    "odd-fp8": replace(_FP8, weight_scales="channel", accumulation="promoted"),
+}
+
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
-# and the decode GEMM of the fewest serve all. That saves two kernels of three.
-WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd")
-MODELS = (*WHOLE, "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5")
+# and the decode GEMM of the fewest serve all. That saves two kernels of three. What FP8 models have in BF16 is tested
+# with the BF16 ones, and exported for one number of rows as well.
+WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8")
+MODELS = (*WHOLE, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5")
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
 # is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
 # K = 1000 gives each half eight steps, of K = 72 one.
-_BF16 = get_precision("bf16")
 
 
 def _tail(op: str, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int, int], schedule: str) -> GemmSpec:
-    return GemmSpec(op, _BF16.prefill, n, k, Tile(*tile, 64), *cluster, stages=3, schedule=schedule, raster=2)
+    return GemmSpec(op, BF16, n, k, Tile(*tile, 64), *cluster, stages=3, schedule=schedule, raster=2)
+
+
+# Of FP8 the same in steps of 128: 576 and 144 end in a half and an eighth of one.
+def _fp8_tail(
+    op: str,
+    tile: tuple[int, int],
+    cluster: tuple[int, int, int],
+    schedule: str,
+    weight_scales: Granularity,
+    accumulation: Accumulation = "fast",
+) -> GemmSpec:
+    n, k = (896, 144) if op == "gate_up" else (416, 576)
+    plain = GemmSpec(op, E4M3, n, k, Tile(*tile, 128), *cluster, stages=3, schedule=schedule, raster=2)
+    return replace(plain, weight_scales=weight_scales, accumulation=accumulation)
 
 
 TAILS: tuple[GemmSpec, ...] = tuple(
@@ -69,6 +94,16 @@ TAILS: tuple[GemmSpec, ...] = tuple(
             _tail("o", 416, 1000, (64, 64), (1, 1, 2), "cooperative"),
             _tail("gate_up", 896, 72, (128, 192), (2, 1, 1), "pingpong"),
             _tail("gate_up", 896, 72, (128, 128), (1, 1, 2), "cooperative"),
+            _fp8_tail("o", (128, 160), (1, 2, 1), "pingpong", "tensor"),
+            _fp8_tail("o", (192, 128), (2, 1, 1), "pingpong", "channel"),
+            _fp8_tail("o", (256, 160), (1, 2, 1), "cooperative", "tensor"),
+            _fp8_tail("o", (256, 96), (1, 1, 2), "cooperative", "channel"),
+            _fp8_tail("o", (64, 64), (1, 1, 2), "cooperative", "tensor"),
+            _fp8_tail("gate_up", (128, 192), (2, 1, 1), "pingpong", "channel"),
+            _fp8_tail("gate_up", (128, 128), (1, 1, 2), "cooperative", "tensor"),
+            _fp8_tail("o", (128, 128), (2, 1, 1), "cooperative", "tensor", "promoted"),
+            _fp8_tail("o", (128, 96), (1, 2, 1), "pingpong", "channel", "promoted"),
+            _fp8_tail("gate_up", (64, 64), (1, 1, 2), "cooperative", "tensor", "promoted"),
         )
     )
 )
@@ -77,19 +112,27 @@ TAILS_NAME = "tails"
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
+    name = name.removesuffix("-fp8")
     return MADE_UP[name] if name in MADE_UP else load_config(name)
+
+
+def precision_of(name: str) -> Precision:
+    """The precision of a model's tested kernels."""
+    return FP8.get(name, _BF16)
 
 
 def tested_plan(name: str) -> Plan:
     """The kernels of a model that are tested."""
-    plan = make_plan(model_config(name), _BF16)
-    if name in WHOLE:
-        return plan
-    return replace(
-        plan,
-        prefill={op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in plan.prefill.items()},
-        decode={op: {BATCH_TILES[0]: by_batch[BATCH_TILES[0]]} for op, by_batch in plan.decode.items()},
-    )
+    precision = precision_of(name)
+    plan = make_plan(model_config(name), precision)
+
+    def tested(gemms: dict[str, dict[int, SomeSpec]], rows: int) -> dict[str, dict[int, SomeSpec]]:
+        return {
+            op: by_rows if name in WHOLE and by_rows[rows].element == precision.prefill else {rows: by_rows[rows]}
+            for op, by_rows in gemms.items()
+        }
+
+    return replace(plan, prefill=tested(plan.prefill, MAX_ROWS), decode=tested(plan.decode, BATCH_TILES[0]))
 
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:
@@ -102,7 +145,7 @@ def main(folder: Path, names: tuple[str, ...]) -> None:
     settings = BuildSettings.from_environment()
     for name in names or (*MODELS, TAILS_NAME):
         records = build_kernels(specs_of(name), settings=settings, progress=print)
-        export(ModelManifest(name, "bf16", records), folder / name)
+        export(ModelManifest(name, precision_of(name).name, records), folder / name)
 
 
 if __name__ == "__main__":

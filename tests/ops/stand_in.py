@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from futransformer import library
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import get_precision
+from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import (
     PAGE_SIZE,
     ArgmaxSpec,
@@ -30,11 +30,12 @@ from futransformer.generator.specs import (
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
-from futransformer.ops.interface import Phase
+from futransformer.ops.interface import Fp8Output, Phase
 from futransformer.packing import unpack_decode, unpack_prefill
-from futransformer.reference import ReferenceOps
+from futransformer.reference import ReferenceOps, scaled_linear
 
 CPU = torch.device("cpu")
+FP8_ARGUMENTS = ("out_scale", "amax", "saturated")  # as Fp8Output has them
 
 
 class StandInKernel:
@@ -50,11 +51,14 @@ class StandInKernel:
         if isinstance(spec, (GemmSpec, DecodeGemmSpec)):
             self._project(spec, **arguments)
         elif isinstance(spec, GatherRowsSpec):
-            stream = self.ops.gather_rows("prefill", arguments["table"], arguments["indices"])
-            arguments["out"].copy_(stream.x)
+            fp8 = fp8_output(arguments)
+            stream = self.ops.gather_rows("prefill", arguments["table"], arguments["indices"], fp8=fp8)
+            arguments["out"].copy_(stream.residual)
             arguments["sumsq_out"].copy_(stream.sumsq)
             if spec.residual:
-                arguments["residual"].copy_(stream.x)
+                arguments["residual"].copy_(stream.residual)
+            if fp8 is not None:
+                arguments["out_fp8"].copy_(stream.x)
         elif isinstance(spec, ArgmaxSpec):
             arguments["out"].copy_(self.ops.argmax(arguments["logits"]))
         else:
@@ -66,50 +70,65 @@ class StandInKernel:
         assert x.shape == (m, spec.k)
         unpack = unpack_prefill if isinstance(spec, GemmSpec) else unpack_decode
         logical = unpack(spec.op, weight, spec.n).float()  # type: ignore[arg-type]
+        scale = arguments.get("scale")
+        if scale is not None and scale.numel() > 1 and spec.op == "gate_up":
+            arguments["scale"] = scale.view(-1, 2).T.reshape(-1)  # gate, up, gate, up, ...
+        by_rows = ROW_ARGUMENTS | {"out_fp8"}
         for row in range(m):
-            by_row = {name: value[row : row + 1] for name, value in arguments.items() if name in ROW_ARGUMENTS}
+            by_row = {name: value[row : row + 1] for name, value in arguments.items() if name in by_rows}
             self._project_row(spec, x[row : row + 1], logical, **{**arguments, **by_row})
 
     def _project_row(self, spec: GemmSpec | DecodeGemmSpec, x: Tensor, logical: Tensor, **arguments: Any) -> None:
+        scale, fp8 = arguments.get("scale"), fp8_output(arguments)
+        written = arguments["out" if fp8 is None else "out_fp8"] if spec.op != "qkv" else arguments["q"]
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
-            arguments["q"].copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state))
+            written.copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale))
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
             residual = arguments["residual"].clone()
-            stream = self.ops.o(phase, x, logical, residual.clone())
+            stream = self.ops.o(phase, x, logical, residual.clone(), scale=scale, fp8=fp8)
             if phase == "decode":
                 arguments["residual"].copy_(stream.residual)
-            arguments["out"].copy_(stream.x)
+            elif fp8 is not None:
+                arguments["out"].copy_(stream.residual)
+            written.copy_(stream.x)
             width = spec.tile.n if isinstance(spec, GemmSpec) else spec.n // spec.sumsq_parts
-            added = F.linear(x.float(), logical) + residual
+            added = scaled_linear(x, logical, scale) + residual
             parts = [part.square().sum(1) for part in torch.split(added, width, 1)]
             arguments["sumsq_out"].copy_(torch.stack(parts, 1))
         elif spec.op == "gate_up":
-            arguments["out"].copy_(self.ops.gate_up("prefill", x, arguments["sumsq"], logical))
+            written.copy_(self.ops.gate_up("prefill", x, arguments["sumsq"], logical, scale=scale, fp8=fp8))
         else:
             mean = arguments["sumsq"].sum(1, keepdim=True) / spec.k
             rstd = torch.rsqrt(mean + self.ops.rms_norm_eps)
-            arguments["out"].copy_(F.linear(x.float(), logical) * rstd)
+            written.copy_(F.linear(x.float(), logical) * rstd)
 
-    def _attend(
-        self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, out: Tensor, **arguments: Any
-    ) -> None:
+    def _attend(self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, **arguments: Any) -> None:
         shape = (-1, spec.heads.num_key_value_heads, PAGE_SIZE, spec.heads.head_dim)
         k_pages, v_pages = (arguments[name].view(shape) for name in ("k_pages", "v_pages"))
         table, lengths = arguments["block_table"], arguments["seqlens_k"]
         assert arguments["block_table_stride"] == table.shape[1]
+        state = (q, k_pages, v_pages, table)
         if isinstance(spec, AttentionPrefillSpec):
-            offsets = arguments["cu_seqlens_q"]
-            self.ops.attention_prefill(q, k_pages, v_pages, table, offsets, lengths, max_seqlen_q=q.shape[0], out=out)
+            fp8, offsets = fp8_output(arguments), arguments["cu_seqlens_q"]
+            out = arguments["out" if fp8 is None else "out_fp8"]
+            self.ops.attention_prefill(*state, offsets, lengths, max_seqlen_q=q.shape[0], out=out, fp8=fp8)
         else:
-            self.ops.attention_decode(
-                q, k_pages, v_pages, table, lengths, max_seqlen_k=table.shape[1] * PAGE_SIZE, out=out
-            )
+            most = table.shape[1] * PAGE_SIZE
+            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=arguments["out"])
+
+
+def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:
+    """How a launch writes an FP8 result, if it does."""
+    return Fp8Output(*(arguments[name] for name in FP8_ARGUMENTS)) if "out_fp8" in arguments else None
 
 
 def stand_in_library(
-    config: LlamaConfig, monkeypatch: pytest.MonkeyPatch, kernel: type[StandInKernel] = StandInKernel
+    config: LlamaConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: type[StandInKernel] = StandInKernel,
+    precision: str | Precision = "bf16",
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
     ops = ReferenceOps(config)
@@ -117,9 +136,10 @@ def stand_in_library(
     for module in (attention_decode, attention_prefill, gemm):
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
-    plan = make_plan(config, "bf16")
+    precision = get_precision(precision)
+    plan = make_plan(config, precision)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
-    built = KernelLibrary(config, get_precision("bf16"), plan, nothing_built, CPU)
+    built = KernelLibrary(config, precision, plan, nothing_built, CPU)
     built.capturable = False  # there are no graphs without a GPU
     return with_poisoned_outputs(built)
 

@@ -20,16 +20,19 @@ from futransformer.build.toolchain import find_cutlass_include, find_host_compil
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import BF16, get_precision
+from futransformer.generator.precision import BF16, E4M3_MAX, PRECISIONS, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_prefill
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.interface import Ops
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops.fp8 import E4M3_ROUNDING, check_fp8_statistics, fp8_output
 
 MODELS = ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "llama-3-70b", "group16")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
+EVERY_OUTPUT = BOTH_HEAD_DIMS + FP8_MODELS
 ROUNDING = 2.0**-9  # of BF16, relative
 
 RAGGED = (0, 1, 17, 63, 64, 65, 0, 127, 128, 129, 1088, 0)
@@ -53,10 +56,10 @@ GpuOps = Callable[[str], KernelLibrary]
 def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     """Causal attention of the last queries of one sequence: q [Q, heads, D], k and v [K, kv heads, D] -> [Q, heads, D].
 
-    Everything is computed in float32; P and the result are rounded to ``dtype``. A query that sees no key gives zeros.
+    Everything is computed in float32; P is rounded to ``dtype``. A query that sees no key gives zeros.
     """
     (queries, heads, head_dim), length = q.shape, k.shape[0]
-    out = torch.zeros(queries, heads, head_dim, dtype=dtype, device=q.device)
+    out = torch.zeros(queries, heads, head_dim, device=q.device)
     if length == 0:
         return out
     k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
@@ -69,15 +72,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
         p = torch.exp(scores - scores.amax(-1, keepdim=True)).nan_to_num(0)
         total = p.sum(-1).T[:, :, None]
         attended = torch.einsum("hqk,khd->qhd", p.to(dtype).float(), v)
-        out[block] = torch.where(total > 0, attended / total, 0).to(dtype)
+        out[block] = torch.where(total > 0, attended / total, 0)
     return out
 
 
 class Problem:
-    """Sequences of (queries, keys) tokens in shuffled pages, with NaN and garbage wherever nothing may be read."""
+    """Sequences of (queries, keys) tokens in shuffled pages, with NaN and garbage wherever nothing may be read.
 
-    def __init__(self, ops: Ops, heads: Heads, lengths: Sequence[tuple[int, int]], seed: int = 0) -> None:
-        self.ops, self.heads, self.lengths = ops, heads, tuple(lengths)
+    With ``fp8`` the result is written in FP8, and beyond 2 it saturates: where a query sees few keys.
+    """
+
+    def __init__(
+        self, ops: Ops, heads: Heads, lengths: Sequence[tuple[int, int]], seed: int = 0, *, fp8: bool = False
+    ) -> None:
+        self.ops, self.heads, self.lengths, self.fp8 = ops, heads, tuple(lengths), fp8
         device, kv_shape = ops.device, (heads.num_key_value_heads, heads.head_dim)
         sequences = []
         for index, (queries, keys) in enumerate(
@@ -116,11 +124,15 @@ class Problem:
         self.block_table = block_table.to(device)
 
     def run(self) -> Tensor:
-        """The kernel's answer: everything written, nothing outside, and the same bits twice."""
-        device, rows = self.ops.device, self.q.shape[0]
-        room = torch.full((rows + 256, self.heads.q_features), torch.nan, dtype=torch.bfloat16, device=device)
-        outs = [room[64 : 64 + rows], torch.full_like(self.q, torch.nan)]
-        for out in outs:
+        """The kernel's answer: everything written, nothing outside, and the same bits twice.
+
+        Of FP8, what the codes are worth; ``written`` keeps the statistics.
+        """
+        device, rows, dtype = self.ops.device, self.q.shape[0], torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+        room = torch.full((rows + 256, self.heads.q_features), torch.nan, dtype=dtype, device=device)
+        outs = [room[64 : 64 + rows], torch.full_like(self.q, torch.nan, dtype=dtype)]
+        written = [fp8_output(torch.full((1,), 2 / E4M3_MAX, device=device)) for _ in outs]
+        for out, fp8 in zip(outs, written, strict=True):
             self.ops.attention_prefill(
                 self.q,
                 self.k_pages,
@@ -130,11 +142,16 @@ class Problem:
                 torch.tensor([keys for _, keys in self.lengths], dtype=torch.int32, device=device),
                 max_seqlen_q=max(queries for queries, _ in self.lengths),
                 out=out,
+                fp8=fp8 if self.fp8 else None,
             )
-        assert room[:64].isnan().all(), "rows before the output were written"
-        assert room[64 + rows :].isnan().all(), "rows behind the output were written"
-        assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16)), "two runs differ"
-        return outs[1]
+        assert room[:64].float().isnan().all(), "rows before the output were written"
+        assert room[64 + rows :].float().isnan().all(), "rows behind the output were written"
+        assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8)), "two runs differ"
+        if not self.fp8:
+            return outs[1]
+        self.written = written[1]
+        assert [t.item() for t in written[0]] == [t.item() for t in self.written], "two runs differ"
+        return outs[1].float() * self.written.scale
 
     def part(self, rows: Tensor, sequence: int) -> Tensor:
         """The rows of one sequence, [queries, heads, D]."""
@@ -143,6 +160,7 @@ class Problem:
 
     def check(self, out: Tensor) -> None:
         """Hold every sequence to the tolerance rule, and every block of 16 columns to its row's size."""
+        everything = []
         for sequence, (queries, keys) in enumerate(self.lengths):
             if queries == 0:
                 continue
@@ -151,29 +169,41 @@ class Problem:
                 attend(q, self.keys[sequence], self.values[sequence], dtype)
                 for dtype in (torch.float32, torch.bfloat16)
             )
+            if self.fp8:
+                everything.append(exact / self.written.scale)
+                exact, rounded = exact.clamp(-2, 2), rounded.clamp(-2, 2)
+                rounded = (rounded / self.written.scale).to(torch.float8_e4m3fn).float() * self.written.scale
+            else:
+                rounded = rounded.bfloat16()
             allowed, error = allowed_error(rounded, exact, get_precision("bf16")), largest_error(actual, exact)
             assert error <= allowed, f"{queries} queries, {keys} keys: error {error:.3e}, allowed {allowed:.3e}"
-            blocks = (actual.float() - exact).view(*exact.shape[:2], -1, 16).square().mean(-1).sqrt()
+            errors, sizes = (
+                t.view(*exact.shape[:2], -1, 16).square().mean(-1).sqrt() for t in (actual.float() - exact, exact)
+            )
             size = exact.square().mean(-1, keepdim=True).sqrt()
-            worst = (blocks - 4 * ROUNDING * size).max().item()
+            limits = 4 * ROUNDING * size + (E4M3_ROUNDING * sizes if self.fp8 else 0)
+            worst = (errors - limits).max().item()
             assert worst <= 0, f"{queries} queries, {keys} keys: a 16-column block is off by {worst:.3e} too much"
+        if self.fp8:
+            check_fp8_statistics(self.written, torch.cat(everything), 4 * ROUNDING)
 
 
 def on_gpu(gpu_ops: GpuOps, model: str, lengths: Sequence[tuple[int, int]]) -> Problem:
     """A problem for the generated kernel of a model."""
     ops = gpu_ops(model)
-    return Problem(ops, ops.plan.attention_prefill.heads, lengths)
+    spec = ops.plan.attention_prefill
+    return Problem(ops, spec.heads, lengths, fp8=spec.fp8_out)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + FP8_MODELS)
 def test_ragged_prompts(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, [(length, length) for length in RAGGED])
     problem.check(problem.run())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODELS + FP8_MODELS)
 def test_later_turns(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, LATER_TURNS)
     problem.check(problem.run())
@@ -181,7 +211,7 @@ def test_later_turns(gpu_ops: GpuOps, model: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 17, 64, 127, 129, 1088])
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_one_prompt(gpu_ops: GpuOps, model: str, length: int) -> None:
     """The only sequence: its last tile reaches past the end of q and of the pages."""
     problem = on_gpu(gpu_ops, model, [(length, length)])
@@ -189,7 +219,7 @@ def test_one_prompt(gpu_ops: GpuOps, model: str, length: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_queries_that_see_no_key_give_zeros(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, [(5, 2), (200, 0), (70, 70), (200, 3), (300, 130)])
     out = problem.run()
@@ -199,7 +229,7 @@ def test_queries_that_see_no_key_give_zeros(gpu_ops: GpuOps, model: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_neighbours_do_not_matter(gpu_ops: GpuOps, model: str) -> None:
     """Another length, or NaN everywhere, in the middle sequence leaves the others' bits alone."""
     around = [(65, 65), (130, 400)]
@@ -251,7 +281,7 @@ def test_growing_scores(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_many_prompts(gpu_ops: GpuOps, model: str) -> None:
     """More items than blocks, and more sequences than a warp has lanes."""
     lengths = [(64 + 37 * index, 64 + 37 * index + 100 * (index % 3)) for index in range(40)]
@@ -260,7 +290,7 @@ def test_many_prompts(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
     """Over 32k tokens with V = 1 the weights must sum to 1: no drift of the running sum or of its corrections."""
     problem = on_gpu(gpu_ops, model, [(200, 32_768), (130, 32_700)])
@@ -270,7 +300,7 @@ def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", EVERY_OUTPUT)
 def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, [(65, 65), (10, 320), (40, 40)])
     problem.block_table = problem.block_table[:, :3].contiguous()
@@ -280,11 +310,13 @@ def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: s
     assert problem.part(out, 2).isfinite().all()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.2-1b"])
-def test_reference(model: str) -> None:
+def test_reference(model: str, fp8: bool) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
-    problem = Problem(ReferenceOps(config), config.heads, [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)])
+    lengths = [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)]
+    problem = Problem(ReferenceOps(config), config.heads, lengths, fp8=fp8)
     problem.check(problem.run())
 
 
@@ -325,8 +357,8 @@ def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> Non
 class RecordingKernel:
     """Stands in for a loaded kernel on the CPU: remembers its launches."""
 
-    def __init__(self, heads: Heads) -> None:
-        self.spec = prefill_spec(heads=heads)
+    def __init__(self, heads: Heads, *, fp8_out: bool = False) -> None:
+        self.spec = prefill_spec(heads=heads, fp8_out=fp8_out)
         self.device = torch.device("cpu")
         self.sm_count = 20
         self.launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
@@ -374,6 +406,27 @@ def test_launch(recorded: RecordingKernel) -> None:
     assert arguments["sequences"] == 2
     assert arguments["tickets"].tolist() == [0]
     assert arguments["softmax_scale"] == 0.125
+
+
+def test_an_fp8_result_is_written_as_its_output_says(recorded: RecordingKernel) -> None:
+    kernel, inputs, fp8 = RecordingKernel(Heads(8, 2, 64), fp8_out=True), small_inputs(), fp8_output(torch.ones(1))
+    attention = AttentionPrefill(kernel)  # type: ignore[arg-type]
+    out = attention(**inputs, fp8=fp8)
+    ((_, arguments),) = kernel.launches
+    assert set(arguments) == {param.name for param in kernel.spec.params}
+    assert (out.shape, out.dtype) == (inputs["q"].shape, torch.float8_e4m3fn)
+    assert arguments["out_fp8"] is out
+    assert (arguments["out_scale"], arguments["amax"], arguments["saturated"]) == tuple(fp8)
+    for changes, message in (
+        ({"fp8": None}, "writes FP8 and needs fp8"),
+        ({"out": torch.empty_like(inputs["q"])}, r"out must be torch\.float8_e4m3fn"),
+        ({"fp8": fp8._replace(scale=torch.ones(512))}, r"fp8\.scale must have shape \[1\]"),
+    ):
+        with pytest.raises(InputError, match=f"attention_prefill: .*{message}"):
+            attention(**{**inputs, "fp8": fp8, **changes})
+    with pytest.raises(InputError, match="attention_prefill: the kernel writes no FP8: leave fp8 out"):
+        AttentionPrefill(recorded)(**inputs, fp8=fp8)  # type: ignore[arg-type]
+    assert (len(kernel.launches), recorded.launches) == (1, [])
 
 
 def test_a_block_an_item_at_most(recorded: RecordingKernel) -> None:
@@ -430,15 +483,16 @@ def test_wrong_arguments_are_named(recorded: RecordingKernel, changes: dict[str,
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
-def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
+def test_kernel_compiles_to_overlapped_wgmma(model: str, precision: str) -> None:
     """wgmma and TMA loads, no access to local memory; the exponentials run beside the output's wgmma.
 
     The build itself refuses spills and serialised wgmma. That ptxas leaves every exponential of the loop between the
     wait for the scores and the wait for the output is what half of the overlap depends on.
     """
     settings = BuildSettings.from_environment()
-    spec = make_plan(load_config(model), "bf16").attention_prefill
+    spec = make_plan(load_config(model), precision).attention_prefill
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
     head_dim, tile_n = spec.heads.head_dim, spec.tile_n
@@ -446,6 +500,8 @@ def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
     assert occurrences(counts, "HGMMA") == 2 * head_dim // 16 + 2 * tile_n // 16
     assert occurrences(counts, "UTMALDG") > 0
     assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
+    # Two codes each: of two rows of head_dim / 4 columns, behind the loop and in it.
+    assert occurrences(counts, "F2FP.SATFINITE.E4M3") == (head_dim // 2 if spec.fp8_out else 0)
 
     command = [str(find_nvdisasm(settings)), "--print-code", str(record.cubin)]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -459,6 +515,12 @@ def test_kernel_compiles_to_overlapped_wgmma(model: str) -> None:
 def test_schedule_in_the_emulator(emulate: Callable[[str], str]) -> None:
     """Every item once and longest first, whatever the lengths; the counter of tickets is put back."""
     assert emulate("attention_schedule") == ""
+
+
+@pytest.mark.compile
+def test_outputs_in_the_emulator(emulate: Callable[..., str]) -> None:
+    """Every feature at its place in BF16 and in FP8; maxima and counts of the rows that are stored, of no others."""
+    assert emulate("attention_prefill_output", "epilogue") == ""
 
 
 @pytest.mark.compile

@@ -7,6 +7,7 @@ row. The columns of the sums stand in the order of the packed weight's rows, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,17 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_specs
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import get_precision
+from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
-from futransformer.ops.interface import PROJECTIONS, Phase, Projection
-from futransformer.packing import pack_decode, pack_prefill
-from futransformer.reference import ReferenceOps
+from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
+from futransformer.packing import pack_decode, pack_prefill, pack_scale
+from futransformer.reference import ReferenceOps, scaled_linear
+from tests.ops.fp8 import EARLIER_COUNT, fp8_output, quantised
+from tests.ops.tolerance import e4m3_step
 
-BF16 = get_precision("bf16")
+BF16, FP8 = get_precision("bf16"), get_precision("fp8")
+BY_CHANNEL = replace(FP8, weight_scales="channel")
 ROWS = (1, 17, 37)  # of the 48 that three warps of the prefill hold
 ROOM = 3  # rows behind the last: nobody may write them
 
@@ -34,14 +38,22 @@ CONFIGS = {
     128: LlamaConfig("wide", 320, 448, 1, 6, 3, 128, 257, 512, 1e-5, 1e4),
 }
 OPS_OF: dict[int, tuple[Projection, ...]] = {64: PROJECTIONS, 128: ("qkv",)}  # nothing else depends on head_dim
+CHAINS: dict[str, tuple[Phase, Precision]] = {
+    "prefill": ("prefill", BF16),
+    "decode": ("decode", BF16),
+    "prefill-fp8-tensor": ("prefill", FP8),
+    "prefill-fp8-channel": ("prefill", BY_CHANNEL),
+}
 
 
-def specs_of(phase: Phase, config: LlamaConfig, op: Projection) -> tuple[GemmSpec | DecodeGemmSpec, ...]:
+def specs_of(
+    phase: Phase, config: LlamaConfig, op: Projection, precision: Precision
+) -> tuple[GemmSpec | DecodeGemmSpec, ...]:
     """The kernels of one projection: by the number of rows in prefill, one a batch tile in decode."""
     (n, k), heads = projections(config)[op], config.heads if op == "qkv" else None
     if phase == "prefill":
-        return tuple(dict.fromkeys(gemm_specs(op, n, k, BF16, heads).values()))
-    return tuple(decode_gemm_spec(op, n, k, batch, BF16, heads) for batch in BATCH_TILES)
+        return tuple(dict.fromkeys(gemm_specs(op, n, k, precision, heads).values()))
+    return tuple(decode_gemm_spec(op, n, k, batch, precision, heads) for batch in BATCH_TILES)
 
 
 def packed_rows(phase: Phase, op: Projection, n: int) -> Tensor:
@@ -54,9 +66,13 @@ def packed_rows(phase: Phase, op: Projection, n: int) -> Tensor:
 
 
 class Problem:
-    """Inputs of one projection, what its chain reads and writes as files, and the reference's answer."""
+    """Inputs of one projection, what its chain reads and writes as files, and the reference's answer.
 
-    def __init__(self, config: LlamaConfig, op: Projection, rows: int) -> None:
+    FP8 operands are the BF16 ones at scales of their own. Some of the results are beyond the largest code, and the last
+    of several rows is not a number.
+    """
+
+    def __init__(self, config: LlamaConfig, op: Projection, rows: int, precision: Precision = BF16) -> None:
         self.config, self.op, self.rows = config, op, rows
         n, k = projections(config)[op]
         generator = torch.Generator().manual_seed(rows)
@@ -70,6 +86,9 @@ class Problem:
         self.sumsq = torch.cat([parts, torch.zeros(rows, 3)], 1)
         self.residual_f32 = normal(rows, config.hidden_size) * 4
         self.residual = self.residual_f32.bfloat16()
+        self.scale: Tensor | None = None
+        if precision is not BF16:
+            self._quantise(precision)
         angles = torch.rand(99, config.head_dim // 2, generator=generator) * 6.283
         self.rope_table = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
         self.positions = torch.randint(99, (rows,), generator=generator, dtype=torch.int32)
@@ -77,9 +96,22 @@ class Problem:
         self.slots = torch.randperm(3 * PAGE_SIZE, generator=generator)[:rows]
         self.slots[2:4] = torch.tensor([-1, -(2**40)])[: max(rows - 2, 0)]
 
+    def _quantise(self, precision: Precision) -> None:
+        """Make the operands FP8, the weight's at a scale for all of it or for each of its rows."""
+        self.logical, of_weight = quantised(self.logical, by_row=precision.weight_scales == "channel")
+        self.x, of_x = quantised(self.x)
+        self.scale = of_weight * of_x
+        if self.rows > 1:
+            self.sumsq[-1, 0] = torch.nan
+            self.residual[-1] = torch.nan
+
+    def fp8(self) -> Fp8Output:
+        """How the result is written: some values lie beyond 448 scales, 1.3 for h and 7.6 for the residual stream."""
+        return fp8_output(torch.tensor([0.003 if self.op == "gate_up" else 0.017]))
+
     def files(self, spec: GemmSpec | DecodeGemmSpec, order: Tensor) -> dict[str, Tensor]:
         """Every parameter of the chain: inputs as they are, outputs poisoned, with room behind their last row."""
-        sums = F.linear(self.x.float(), self.logical.float())
+        sums = scaled_linear(self.x, self.logical, None)
 
         def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.full(shape, torch.nan, dtype=dtype)
@@ -87,7 +119,7 @@ class Problem:
         room = self.rows + ROOM
         columns = spec.n // 2 if self.op == "gate_up" else spec.n
         out = poisoned(room, columns, dtype=torch.float32 if self.op == "lm_head" else torch.bfloat16)
-        return {
+        files = {
             "sums": sums[:, order].contiguous(),
             "sumsq": self.sumsq,
             "sumsq_parts": torch.tensor(self.sumsq.shape[1], dtype=torch.int32),
@@ -102,6 +134,12 @@ class Problem:
             "out": out,
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
         }
+        if self.scale is not None:
+            fp8 = self.fp8()
+            files["scale"] = pack_scale(self.op, self.scale)
+            files["out_fp8"] = poisoned(room, columns, dtype=torch.float8_e4m3fn)
+            files |= {"out_scale": fp8.scale, "amax": fp8.amax, "saturated": fp8.saturated}
+        return files
 
     def reference(self, phase: Phase) -> dict[str, Tensor]:
         """What the chain must have written, with the room behind it."""
@@ -109,8 +147,10 @@ class Problem:
         if self.op == "qkv":
             k_pages, v_pages = (torch.full(self.page_shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
             row_state = (self.rope_table, self.positions, self.slots, k_pages, v_pages)
-            q = ops.qkv("prefill", self.x, self.sumsq, weight, *row_state)
+            q = ops.qkv("prefill", self.x, self.sumsq, weight, *row_state, scale=self.scale)
             return {"q": with_room(q), "k_pages": k_pages, "v_pages": v_pages}
+        if self.scale is not None:
+            return self._fp8_reference()
         if self.op in ("o", "down"):
             if phase == "prefill":
                 return {"out": with_room(ops.o(phase, self.x, weight, self.residual.clone()).x)}
@@ -121,39 +161,60 @@ class Problem:
         rstd = torch.rsqrt(self.sumsq.sum(1, keepdim=True) / self.x.shape[1] + self.config.rms_norm_eps)
         return {"out": with_room(F.linear(self.x.float(), weight) * rstd)}  # the vocabulary's padding included
 
+    def _fp8_reference(self) -> dict[str, Tensor]:
+        """``out_fp8`` are codes that are not rounded."""
+        fp8, residual = self.fp8(), self.residual.clone()
+        written: dict[str, Tensor] = {}
+        ops = ReferenceOps(self.config, dtype=torch.float32)
+        if self.op == "gate_up":
+            codes = ops.gate_up("prefill", self.x, self.sumsq, self.logical, scale=self.scale, fp8=fp8)
+        else:
+            codes, _, stored = ops.o("prefill", self.x, self.logical, residual, scale=self.scale, fp8=fp8)
+            written["out"] = with_room(stored.bfloat16())
+        return {**written, "out_fp8": with_room(codes), "amax": fp8.amax, "saturated": fp8.saturated}
+
 
 def with_room(written: Tensor) -> Tensor:
     return torch.cat([written, torch.full_like(written[:1], torch.nan).expand(ROOM, -1)])
 
 
 def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, Tensor]) -> None:
-    """The same sums went in, so a BF16 value may differ by the rounding of one float32 operation falling otherwise."""
+    """The same sums went in, so a value may differ by the rounding of one float32 operation falling otherwise."""
     phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
-    for name, want in problem.reference(phase).items():
-        actual, poison = written[name], want.isnan()
+    reference = problem.reference(phase)
+    for name, want in reference.items():
+        actual, poison = written[name].float(), want.isnan()
         assert torch.equal(actual.isnan(), poison), f"{name}: written where nothing may be, or not written"
         actual, want = (tensor.float().masked_fill(poison, 0) for tensor in (actual, want))  # noqa: PLW2901
-        unit = 2.0**-21 if problem.op == "lm_head" or name == "residual" else 2.0**-7
-        worst = ((actual - want).abs() - unit * want.abs() - 2.0**-20 * want.abs().max()).max()
+        unit = 2.0**-21 * want.abs()
+        if name == "out_fp8":
+            unit = e4m3_step(want) / 2
+        elif name == "saturated":
+            assert want > EARLIER_COUNT, "the problem saturates nothing"
+            unit = torch.zeros_like(want)
+        elif problem.op != "lm_head" and name not in ("residual", "amax"):
+            unit = 2.0**-7 * want.abs()
+        worst = ((actual - want).abs() - unit - 2.0**-20 * want.abs().max()).max()
         assert worst <= 0, f"{name} is off by {worst:.3e}"
     if problem.op in ("o", "down"):
-        added = F.linear(problem.x.float(), problem.logical.float())
+        added = scaled_linear(problem.x, problem.logical, problem.scale)
         added += problem.residual if phase == "prefill" else problem.residual_f32
         width = spec.block_rows if isinstance(spec, DecodeGemmSpec) else spec.tile.n
         parts = torch.stack([part.square().sum(1) for part in torch.split(added, width, 1)], 1)
-        torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0)
+        torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0, equal_nan=True)
         assert written["sumsq_out"][problem.rows :].isnan().all()
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("head_dim", CONFIGS)
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, phase: Phase, head_dim: int) -> None:
-    config = CONFIGS[head_dim]
+@pytest.mark.parametrize("chains", CHAINS)
+def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, chains: str, head_dim: int) -> None:
+    config, (phase, precision) = CONFIGS[head_dim], CHAINS[chains]
     cases = [
-        (Problem(config, op, rows), spec)
+        (Problem(config, op, rows, precision), spec)
         for op in OPS_OF[head_dim]
-        for spec in specs_of(phase, config, op)
+        if op != "lm_head" or precision is BF16  # the head is BF16 in either
+        for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))
     ]
     runs = []

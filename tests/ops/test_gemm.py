@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +15,29 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import MAX_ROWS, gemm_specs
 from futransformer.generator.plan import make_plan, projections
-from futransformer.generator.precision import BF16, get_precision
+from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, get_precision
 from futransformer.generator.schedules import SHIPPED
 from futransformer.generator.specs import GemmSpec, Tile
 from futransformer.library import KernelLibrary
 from futransformer.ops import gemm
-from futransformer.ops.interface import Phase, Projection
-from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
+from futransformer.reference import ReferenceOps, allowed_error, largest_error, sums_error
+from tests.ops.fp8 import E4M3_ROUNDING, UNBOUNDED, check_fp8_statistics, fp8_output, quantised, unbounded
 from tests.ops.tolerance import worst_block
 
-MODELS = ("smollm2-135m", "llama-3.1-8b")
+BF16_MODELS, FP8_MODELS = ("smollm2-135m", "llama-3.1-8b"), ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
+MODELS = BF16_MODELS + FP8_MODELS
+CASES = [*product(BF16_MODELS, PROJECTIONS), *product(FP8_MODELS, [op for op in PROJECTIONS if op != "lm_head"])]
 ROWS = (1, 2, 3, 16, 17, 64, 65, 127, 129, 256, 1088)
 BF16_PRECISION = get_precision("bf16")
 
 
 class Problem:
-    """Random inputs of one projection at ``rows`` rows, and the reference's answers to them."""
+    """Random inputs of one projection at ``rows`` rows, and the reference's answers to them.
+
+    Where the phase's GEMMs read FP8 the operands are codes, to kernels and reference alike, and of an FP8 result the
+    largest 30 % of the range lie beyond the largest code.
+    """
 
     def __init__(self, ops: KernelLibrary, op: Projection, rows: int, phase: Phase = "prefill") -> None:
         config, device = ops.config, ops.device
@@ -41,7 +50,6 @@ class Problem:
         n, k = projections(config)[op]
         n = config.vocab_size if op == "lm_head" else n
         self.logical = normal(n, k, scale=k**-0.5)
-        self.weight = ops.pack(op, phase, self.logical)
         self.x = normal(rows, k) * torch.linspace(0.1, 8, rows, device=device)[:, None].bfloat16()
         parts = self.x.float().square().view(rows, 8, -1).sum(-1)
         self.sumsq = torch.cat([parts, torch.zeros(rows, 3, device=device)], 1).contiguous()  # 11 parts
@@ -55,69 +63,115 @@ class Problem:
         self.slots = torch.randperm(pages * 64, generator=generator, device=device)[:rows]
         if rows > 2:
             self.slots[1] = -1
+        self.scale: Tensor | None = None  # of the sums, for the logical weight's rows
+        self.out_scale: Tensor | None = None
+        if ops.precision.prefill == E4M3 and phase == "prefill" and op != "lm_head":
+            self._quantise()
+        self.weight = ops.pack(op, phase, self.logical)
+
+    def _quantise(self) -> None:
+        self.logical, of_weight = quantised(self.logical, by_row=self.ops.precision.weight_scales == "channel")
+        self.x, of_x = quantised(self.x)
+        self.scale = of_weight * of_x
+        if self.op != "qkv":
+            self.out_scale = torch.ones(1, device=self.ops.device)
+            self.out_scale = exact(self)["amax"] * (0.7 / E4M3_MAX)
 
     def poisoned_pages(self, dtype: torch.dtype) -> list[Tensor]:
         return [torch.full(self.pages, torch.nan, dtype=dtype, device=self.ops.device) for _ in range(2)]
 
-    def run(self, ops: KernelLibrary | ReferenceOps) -> list[Tensor]:
-        """Every tensor that the projection writes."""
+    def run(self, ops: KernelLibrary | ReferenceOps, out_scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Every tensor that the projection writes; FP8 results, x and h, as codes, at ``out_scale`` if it is given."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         weight = self.logical.float() if isinstance(ops, ReferenceOps) else self.weight
         phase = self.phase
+        options: dict[str, Any] = {}
+        written: dict[str, Tensor] = {}
+        if self.scale is not None:
+            options["scale"] = ops.pack_scale(self.op, self.scale)
+        if self.out_scale is not None:
+            options["fp8"] = fp8 = fp8_output(self.out_scale if out_scale is None else out_scale)
+            written = {"amax": fp8.amax, "saturated": fp8.saturated}
         if self.op == "qkv":
             k_pages, v_pages = self.poisoned_pages(dtype)
-            q = ops.qkv(
-                phase, self.x, self.sumsq, weight, self.rope_table, self.positions, self.slots, k_pages, v_pages
-            )
-            return [q, k_pages, v_pages]
+            state = (self.rope_table, self.positions, self.slots, k_pages, v_pages)
+            q = ops.qkv(phase, self.x, self.sumsq, weight, *state, **options)
+            return {"q": q, "k_pages": k_pages, "v_pages": v_pages}
         if self.op in ("o", "down"):
-            stream = getattr(ops, self.op)(phase, self.x, weight, self.residual.to(dtype).clone())
-            return [stream.x, stream.sumsq]
-        return [getattr(ops, self.op)(phase, self.x, self.sumsq, weight)]
+            stream = getattr(ops, self.op)(phase, self.x, weight, self.residual.to(dtype).clone(), **options)
+            if self.out_scale is not None:
+                written["residual"] = stream.residual
+            return {"x": stream.x, "sumsq": stream.sumsq, **written}
+        result = getattr(ops, self.op)(phase, self.x, self.sumsq, weight, **options)
+        return {"logits" if self.op == "lm_head" else "h": result, **written}
 
 
-def same_dtype_torch(problem: Problem) -> list[Tensor]:
-    """Answer as PyTorch in BF16 would: the yardstick of the two-times rule."""
+def same_dtype_torch(problem: Problem) -> dict[str, Tensor]:
+    """Answer as PyTorch in the storage types would: the yardstick of the two-times rule."""
     return problem.run(ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.bfloat16))
 
 
-def exact(problem: Problem) -> list[Tensor]:
-    return problem.run(ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.float32))
+def exact(problem: Problem) -> dict[str, Tensor]:
+    """Codes of FP8 results are neither rounded nor cut off."""
+    reference = ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.float32)
+    if problem.out_scale is None:
+        return problem.run(reference)
+    outputs = problem.run(reference, unbounded(problem.out_scale))
+    outputs["h" if problem.op == "gate_up" else "x"] *= UNBOUNDED
+    return outputs
 
 
-def check_against_reference(problem: Problem, outputs: list[Tensor]) -> None:
+def check_against_reference(problem: Problem, outputs: dict[str, Tensor]) -> None:
     """Every output within the precision's tolerance, NaN exactly where nothing may be written."""
-    for index, (actual, want, torch_bf16) in enumerate(
-        zip(outputs, exact(problem), same_dtype_torch(problem), strict=True)
-    ):
-        if problem.op in ("o", "down") and index == 1:  # sumsq: its parts differ, its sum must not
-            # A tensor core cuts off what falls below a sum's last place: each of K / 16 additions may lose 2^-23 of it.
-            rtol = max(1e-5, problem.logical.shape[1] / 16 * 2.0**-23)
-            torch.testing.assert_close(actual.sum(1), want.sum(1), rtol=rtol, atol=0)
+    want, same_dtype, precision = exact(problem), same_dtype_torch(problem), problem.ops.precision
+    assert outputs.keys() == want.keys()
+    k, fp8 = problem.logical.shape[1], problem.scale is not None
+    # A tensor core cuts off what falls below a sum's last place: of BF16 each of K / 16 additions may lose 2^-23 of it.
+    lost = sums_error(k, precision.accumulation) if fp8 else k / 16 * 2.0**-23
+    if problem.out_scale is not None:
+        written = Fp8Output(problem.out_scale, outputs["amax"], outputs["saturated"])
+        check_fp8_statistics(written, want["h" if problem.op == "gate_up" else "x"], 4 * lost)
+    for name in outputs.keys() - {"amax", "saturated"}:
+        if name == "sumsq":  # its parts differ, its sum must not
+            rtol = max(1e-5, (2 if fp8 else 1) * lost)
+            torch.testing.assert_close(outputs[name].sum(1), want[name].sum(1), rtol=rtol, atol=0)
             continue
-        assert torch.equal(actual.isnan(), want.isnan())
-        actual, want, torch_bf16 = (t.float().nan_to_num(0) for t in (actual, want, torch_bf16))  # noqa: PLW2901
+        actual, wanted, rounded = (tensors[name].float() for tensors in (outputs, want, same_dtype))
+        is_fp8 = problem.out_scale is not None and name in ("x", "h")
+        if is_fp8:  # a common scale changes nothing about errors that are relative to the largest value
+            wanted = wanted.clamp(-E4M3_MAX, E4M3_MAX)
+        assert torch.equal(actual.isnan(), wanted.isnan())
+        actual, wanted, rounded = (t.nan_to_num(0) for t in (actual, wanted, rounded))
         # Logits are float32 sums of 4096 products: 2^-24 a step is 2^-12 at worst, 2^-18 as a random walk.
         rounding = 2.0**-14 if problem.op == "lm_head" else 2.0**-9
-        allowed = allowed_error(torch_bf16, want, BF16_PRECISION)
+        allowed = allowed_error(rounded, wanted, precision)
         if problem.op == "lm_head":
-            allowed = rounding * float(want.abs().max())
-        error = largest_error(actual, want)
-        assert error <= allowed, f"{problem.op} output {index}: error {error:.3e}, allowed {allowed:.3e}"
-        relative = worst_block(actual, want)
-        assert relative <= 4 * rounding, f"{problem.op} output {index}: a 16-column block is off by {relative:.3e}"
+            allowed = rounding * float(wanted.abs().max())
+        worst = 4 * rounding  # of a block of 16 columns
+        if fp8 and precision.accumulation == "fast":
+            allowed += lost * float(wanted.abs().max())
+            worst += 4 * lost
+        if is_fp8:
+            worst += E4M3_ROUNDING
+        error = largest_error(actual, wanted)
+        assert error <= allowed, f"{problem.op} {name}: error {error:.3e}, allowed {allowed:.3e}"
+        relative = worst_block(actual, wanted)
+        assert relative <= worst, f"{problem.op} {name}: a 16-column block is off by {relative:.3e}"
+
+
+def assert_same_bits(outputs: dict[str, Tensor], again: dict[str, Tensor], what: str) -> None:
+    for name, first in outputs.items():
+        assert torch.equal(first.view(torch.uint8), again[name].view(torch.uint8)), f"{name}: {what}"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("op", ["qkv", "o", "gate_up", "down", "lm_head"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "op"), CASES)
 def test_projection(gpu_ops: Callable[[str], KernelLibrary], model: str, op: Projection, rows: int) -> None:
     problem = Problem(gpu_ops(model), op, rows)
     outputs = problem.run(problem.ops)
     check_against_reference(problem, outputs)
-    for first, second in zip(outputs, problem.run(problem.ops), strict=True):
-        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), "two runs differ"
+    assert_same_bits(outputs, problem.run(problem.ops), "two runs differ")
 
 
 @pytest.mark.gpu
@@ -126,24 +180,33 @@ def test_row_scale_of_an_earlier_tile_is_not_reused(gpu_ops: Callable[[str], Ker
     """All-one operands whose rows differ only by their scale, with more tiles than multiprocessors."""
     ops = gpu_ops(model)
     rows, (n, k) = 128 * 150, projections(ops.config)["gate_up"]
-    ones = torch.ones(n, k, dtype=torch.bfloat16, device=ops.device) / k
-    x = torch.ones(rows, k, dtype=torch.bfloat16, device=ops.device)
+    per_k = (torch.ones(1, device=ops.device) / k).bfloat16()
+    ones, x = (torch.ones(shape, dtype=torch.bfloat16, device=ops.device) for shape in ((n, k), (rows, k)))
     scale = torch.where(torch.arange(rows, device=ops.device) // 128 % 2 == 0, 2.0, 4.0)
     sumsq = (k / scale.square())[:, None].contiguous()
-    out = ops.gate_up("prefill", x, sumsq, ops.pack("gate_up", "prefill", ones))
-    value = scale * (torch.ones_like(scale) / k).bfloat16().float() * k
+    value = scale * per_k.float() * k
     want = torch.nn.functional.silu(value) * value
-    assert largest_error(out.float(), want[:, None].expand_as(out)) <= 2.0**-7 * float(want.max())
+    if ops.precision.prefill == E4M3:
+        fp8 = fp8_output(torch.full((1,), 2.0**-4, device=ops.device))
+        weight, of_sums = ops.pack("gate_up", "prefill", ones), per_k.float()
+        codes = ops.gate_up("prefill", x.to(torch.float8_e4m3fn), sumsq, weight, scale=of_sums, fp8=fp8)
+        out, rounding = codes.float() * fp8.scale, E4M3_ROUNDING
+    else:
+        out = ops.gate_up("prefill", x, sumsq, ops.pack("gate_up", "prefill", ones * per_k)).float()
+        rounding = 2.0**-8
+    worst = ((out - want[:, None]).abs() / want[:, None]).max()
+    assert worst <= 1.1 * rounding
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 65, 100])
 @pytest.mark.parametrize("op", ["qkv", "o", "gate_up", "down", "lm_head"])
+@pytest.mark.parametrize("model", ["smollm2-135m", "smollm2-135m-fp8"])
 def test_what_an_earlier_launch_left_in_shared_memory_reaches_no_row(
-    gpu_ops: Callable[[str], KernelLibrary], op: Projection, rows: int
+    gpu_ops: Callable[[str], KernelLibrary], model: str, op: Projection, rows: int
 ) -> None:
     """Few rows arrive without those behind them, where the ring then holds the NaN of a launch with a whole tile."""
-    ops = gpu_ops("smollm2-135m")
+    ops = gpu_ops(model)
     poison = Problem(ops, op, 64 if rows <= 64 else 256)
     poison.x.fill_(torch.nan)
     problem = Problem(ops, op, rows)
@@ -152,14 +215,18 @@ def test_what_an_earlier_launch_left_in_shared_memory_reaches_no_row(
 
 
 @pytest.mark.gpu
-def test_rows_past_the_end_are_untouched(gpu_ops: Callable[[str], KernelLibrary]) -> None:
+@pytest.mark.parametrize("model", ["smollm2-135m", "smollm2-135m-fp8"])
+def test_rows_past_the_end_are_untouched(gpu_ops: Callable[[str], KernelLibrary], model: str) -> None:
     """A tile's tail stores nothing: the rows behind a residual of 17 keep their poison."""
-    ops = gpu_ops("smollm2-135m")
+    ops = gpu_ops(model)
     problem = Problem(ops, "o", 17)
     room = torch.full((256, ops.config.hidden_size), torch.nan, dtype=torch.bfloat16, device=ops.device)
     room[:17] = problem.residual
-    x, *_ = ops.o("prefill", problem.x, problem.weight, room[:17])
-    assert x.isfinite().all()
+    fp8 = None if problem.out_scale is None else fp8_output(problem.out_scale)
+    stream = ops.o("prefill", problem.x, problem.weight, room[:17], scale=problem.scale, fp8=fp8)
+    assert stream.residual.data_ptr() == room.data_ptr()
+    assert room[:17].isfinite().all()
+    assert stream.x.float().isfinite().all()
     assert room[17:].isnan().all()
 
 

@@ -13,24 +13,28 @@ from torch import Tensor
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import BF16
+from futransformer.generator.precision import BF16, E4M3_MAX
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec, KernelSpec
 from futransformer.library import KernelLibrary
-from futransformer.ops.interface import Ops, Phase
+from futransformer.ops.interface import Fp8Output, Ops, Phase
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.reference import ReferenceOps
+from tests.ops.fp8 import check_fp8_statistics, fp8_output
 
-MODELS = ("smollm2-135m", "llama-3.1-8b")
+MODELS, FP8_MODELS = ("smollm2-135m", "llama-3.1-8b"), ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 ROWS = (1, 2, 3, 17, 127, 129, 1088)
 NAN, INF = float("nan"), float("inf")
 
 GpuOps = Callable[[str], KernelLibrary]
-Emulate = Callable[[str], str]
+Emulate = Callable[..., str]
 
 
-def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase) -> None:
-    """Rows bit for bit, sums of squares to float32's rounding, NaN for every index outside, the same bits twice."""
+def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase, *, fp8: bool = False) -> None:
+    """Rows bit for bit, sums of squares to float32's rounding, NaN for every index outside, the same bits twice.
+
+    In FP8 also codes, the largest magnitude and the count of what saturates, all of them exactly.
+    """
     device, table_rows = ops.device, 777
     generator = torch.Generator(device).manual_seed(rows)
     table = torch.randn(table_rows, hidden_size, generator=generator, device=device).bfloat16()
@@ -38,18 +42,32 @@ def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase) -> None:
     indices = torch.randint(table_rows, (rows,), generator=generator, device=device, dtype=torch.int32)
     edges = torch.tensor([table_rows - 1, -1, 3, table_rows, 2**31 - 1, -(2**31), 0], dtype=torch.int32, device=device)
     indices[: len(edges)] = edges[:rows]
-    x, sumsq, residual = ops.gather_rows(phase, table, indices)
+    outputs = [fp8_output(torch.full((1,), 0.0047, device=device)) if fp8 else None for _ in range(2)]
+    x, sumsq, residual = ops.gather_rows(phase, table, indices, fp8=outputs[0])
     assert sumsq.shape == (rows, 1)
     assert residual.dtype == (torch.bfloat16 if phase == "prefill" else torch.float32)
-    assert torch.equal(residual.float().nan_to_num(7e7), x.float().nan_to_num(7e7))
+    if outputs[0] is None:
+        assert torch.equal(residual.float().nan_to_num(7e7), x.float().nan_to_num(7e7))
+    else:
+        check_codes(x, residual.float() * (1 / outputs[0].scale), outputs[0])
     inside = (indices >= 0) & (indices < table_rows)
-    assert torch.equal(x[inside], table[indices[inside].long()])
-    exact = x.double().square().sum(1, keepdim=True)
+    assert torch.equal(residual[inside].bfloat16(), table[indices[inside].long()])
+    exact = residual.double().square().sum(1, keepdim=True)
     assert torch.all((sumsq - exact).abs()[inside] <= 2e-6 * exact[inside])
-    assert x[~inside].isnan().all()
+    assert x[~inside].float().isnan().all()
     assert sumsq[~inside].isnan().all()
-    again = ops.gather_rows(phase, table, indices)
+    again = ops.gather_rows(phase, table, indices, fp8=outputs[1])
     assert torch.equal(again.sumsq.view(torch.int32), sumsq.view(torch.int32)), "two runs differ"
+    if outputs[0] is not None and outputs[1] is not None:
+        assert torch.equal(again.x.view(torch.uint8), x.view(torch.uint8)), "two runs differ"
+        assert [t.item() for t in outputs[1]] == [t.item() for t in outputs[0]], "two runs differ"
+
+
+def check_codes(actual: Tensor, codes: Tensor, fp8: Fp8Output) -> None:
+    """``actual`` are ``codes``, rounded to the nearest and cut off; what ``fp8`` counts of them is exact."""
+    want = codes.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    assert torch.equal(actual.float().nan_to_num(1e3), want.nan_to_num(1e3))
+    check_fp8_statistics(fp8, codes)
 
 
 def argmax_rows(vocab_size: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -97,6 +115,14 @@ def padded(logits: Tensor, stride: int, offset: int) -> Tensor:
 def test_gather_rows(gpu_ops: GpuOps, model: str, rows: int, phase: Phase) -> None:
     ops = gpu_ops(model)
     check_gather(ops, ops.config.hidden_size, rows, phase)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("model", FP8_MODELS)
+def test_gather_rows_in_fp8(gpu_ops: GpuOps, model: str, rows: int) -> None:
+    ops = gpu_ops(model)
+    check_gather(ops, ops.config.hidden_size, rows, "prefill", fp8=True)
 
 
 @pytest.mark.gpu
@@ -155,10 +181,10 @@ def test_a_launch_from_a_thread_that_has_not_met_the_gpu(gpu_ops: GpuOps) -> Non
     assert torch.equal(sumsq_out, sumsq)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_reference_gather(phase: Phase) -> None:
+@pytest.mark.parametrize(("phase", "fp8"), [("prefill", False), ("prefill", True), ("decode", False)])
+def test_reference_gather(phase: Phase, fp8: bool) -> None:
     config = load_config("smollm2-135m")
-    check_gather(ReferenceOps(config), config.hidden_size, 17, phase)
+    check_gather(ReferenceOps(config), config.hidden_size, 17, phase, fp8=fp8)
 
 
 def test_reference_argmax() -> None:
@@ -205,18 +231,22 @@ class RecordingKernel:
         self.launches.append((grid, arguments))
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_launches(residual: bool) -> None:
+@pytest.mark.parametrize(("residual", "fp8"), [(False, False), (True, False), (False, True)])
+def test_launches(residual: bool, fp8: bool) -> None:
     """Every parameter of the ABI once, one block a row."""
-    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64, residual)), RecordingKernel(ArgmaxSpec(100))
+    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64, residual, fp8)), RecordingKernel(ArgmaxSpec(100))
     table, indices = torch.zeros(10, 64, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
-    x, sumsq, stream = GatherRows(gather)(table, indices)  # type: ignore[arg-type]
+    output = fp8_output(torch.ones(1)) if fp8 else None
+    x, sumsq, stream = GatherRows(gather)(table, indices, output)  # type: ignore[arg-type]
     ((grid, arguments),) = gather.launches
     assert grid == (5, 1, 1)
-    assert list(arguments) == [param.name for param in gather.spec.params]
+    assert set(arguments) == {param.name for param in gather.spec.params}
     assert arguments["table_rows"] == 10
-    assert (arguments["out"], arguments["sumsq_out"], arguments.get("residual", x)) == (x, sumsq, stream)
-    assert (stream is x) != residual
+    assert (arguments["sumsq_out"], arguments.get("residual", arguments["out"])) == (sumsq, stream)
+    assert arguments.get("out_fp8", arguments["out"]) is x
+    assert (stream is x) == (not residual and not fp8)
+    if output is not None:
+        assert (arguments["out_scale"], arguments["amax"], arguments["saturated"]) == tuple(output)
 
     winners = Argmax(argmax)(torch.zeros(3, 128)[:, :100])  # type: ignore[arg-type]
     ((grid, arguments),) = argmax.launches
@@ -224,6 +254,22 @@ def test_launches(residual: bool) -> None:
     assert list(arguments) == [param.name for param in argmax.spec.params]
     assert arguments["logits_stride"] == 128
     assert arguments["out"] is winners
+
+
+def test_a_kernel_is_given_an_fp8_output_if_it_writes_one() -> None:
+    table, indices = torch.zeros(9, 64).bfloat16(), torch.zeros(2, dtype=torch.int32)
+    plain, in_fp8 = (RecordingKernel(GatherRowsSpec(BF16, 64, fp8=fp8)) for fp8 in (False, True))
+    output = fp8_output(torch.ones(1))
+    for kernel, given, message in (
+        (plain, output, "the kernel writes no FP8: leave fp8 out"),
+        (in_fp8, None, "the kernel writes FP8 and needs fp8, the scale of its result"),
+        (in_fp8, output._replace(scale=torch.ones(2)), r"fp8\.scale must have shape \[1\]"),
+        (in_fp8, output._replace(amax=torch.ones(1).double()), r"fp8\.amax must be torch\.float32"),
+        (in_fp8, output._replace(saturated=torch.ones(1)), r"fp8\.saturated must be torch\.int32"),
+    ):
+        with pytest.raises(InputError, match=f"gather_rows: {message}"):
+            GatherRows(kernel)(table, indices, given)  # type: ignore[arg-type]
+        assert kernel.launches == []
 
 
 def test_nothing_to_do_launches_nothing() -> None:
@@ -280,5 +326,5 @@ def test_argmax_names_wrong_arguments(logits: Tensor, message: str) -> None:
 
 @pytest.mark.compile
 def test_kernels_in_the_emulator(emulate: Emulate) -> None:
-    """The kernels' source, run on the host thread by thread: every alignment, ties, NaN, bad indices."""
-    assert emulate("rows") == ""
+    """The kernels' source, run on the host thread by thread: every alignment, ties, NaN, bad indices, FP8 codes."""
+    assert emulate("rows", "epilogue") == ""

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from futransformer.blocks import DecodePass, LayerWeights, Packed
+from futransformer.blocks import BlockScales, DecodePass, LayerWeights, Packed, PrefillPass, llama_block
 from futransformer.checkpoint import rope_table
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import get_precision
+from futransformer.generator.precision import E4M3_MAX, Granularity, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
 from futransformer.library import KernelLibrary
 from futransformer.model import PHASES, Llama, LlamaWeights
-from futransformer.ops.interface import Ops, Projection
+from futransformer.ops.interface import Fp8Output, Ops, Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops.fp8 import E4M3_ROUNDING, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 
 # hidden_size 2048, 3072, 5120, 8192, and one that is no power of two
 EVERY_WIDTH = ("group16", "llama-3.2-3b", "group5", "llama-3-70b", "odd")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
 
@@ -115,6 +118,91 @@ def test_logits(gpu_ops: GpuOps, model: str) -> None:
 
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     check_logits(stand_in_library(TINY, monkeypatch), (1, 17, 65))
+
+
+# FP8 prefill
+
+
+class Fp8Prefill:
+    """Prompts through two layers whose GEMMs read FP8: weights in codes, and a scale for each of nine results.
+
+    Result 4 l + i is read by projection i of layer l; the last is read by nobody.
+    """
+
+    def __init__(self, random: RandomModel, granularity: Granularity, lengths: Sequence[int], device: torch.device):
+        self.random, self.lengths, self.device = random, lengths, device
+        self.layers = [
+            {op: quantised(weight, by_row=granularity == "channel") for op, weight in layer.items()}
+            for layer in random.layers
+        ]
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(random.config.vocab_size, (sum(lengths),), generator=generator)
+        self.tokens = tokens.to(device, torch.int32)
+
+    def results(self, scales: Sequence[Tensor]) -> list[Fp8Output]:
+        return [fp8_output(scale) for scale in scales]
+
+    def logits(self, ops: Ops, results: Sequence[Fp8Output]) -> Tensor:
+        """Of every row."""
+        config, device = self.random.config, self.device
+        cache = KVCache(config, pages_for(1024), device=device, dtype=getattr(ops, "dtype", torch.bfloat16))
+        cache.pool.fill_(torch.nan)
+        sequences = [CachedSequence() for _ in self.lengths]
+        cache.reserve(sequences, list(self.lengths))
+        table = cache.block_table(sequences)
+        counts = torch.tensor(self.lengths)
+        of_row = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
+        positions = torch.cat([torch.arange(length) for length in self.lengths]).to(device, torch.int32)
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        slots, seqlens = token_slots(table, of_row, positions), counts.to(device, torch.int32)
+        rows = PrefillPass(positions, slots, table, offsets, seqlens, max(self.lengths))
+        stream = ops.gather_rows("prefill", self.random.embedding, self.tokens, fp8=results[0])
+        for index, layer in enumerate(self.layers):
+            x, attended, middle, h, end = results[4 * index : 4 * index + 5]
+            packed: dict[str, Packed] = {
+                op: {"prefill": ops.pack(cast(Projection, op), "prefill", codes)} for op, (codes, _) in layer.items()
+            }
+            sums = {
+                op: ops.pack_scale(cast(Projection, op), read.scale * layer[op][1])
+                for op, read in zip(("qkv", "o", "gate_up", "down"), (x, attended, middle, h), strict=True)
+            }
+            scales = BlockScales(**sums, attended=attended, middle=middle, h=h, end=end)
+            pages = cache.layer(index)
+            stream = llama_block(ops, LayerWeights(**packed), stream, rows, self.random.rope_table, *pages, scales)
+        everything = torch.arange(sum(self.lengths), device=device, dtype=torch.int32)
+        last = ops.gather_rows("prefill", stream.residual, everything)
+        return ops.lm_head("prefill", last.x, last.sumsq, ops.pack("lm_head", "prefill", self.random.lm_head))
+
+
+def check_fp8_prefill(ops: KernelLibrary, lengths: Sequence[int]) -> None:
+    """The two-times rule, with what is written in FP8 rounded and not; maxima and scales each of its own result."""
+    prefill = Fp8Prefill(RandomModel(ops.config, ops.device), ops.precision.weight_scales, lengths, ops.device)
+    exact, rounded = (ReferenceOps(ops.config, device=ops.device, dtype=d) for d in (torch.float32, torch.bfloat16))
+    one = torch.ones(1, device=ops.device)
+    unknown = prefill.results([unbounded(one)] * 9)  # which the exact reference does not mind: it rounds no code
+    want = prefill.logits(exact, unknown)
+    scales = [result.amax / E4M3_MAX for result in unknown]
+    own, same_type = prefill.results(scales), prefill.logits(rounded, prefill.results(scales))
+    actual = prefill.logits(ops, own)
+    error, allowed = largest_error(actual, want), allowed_error(same_type, want, ops.precision)
+    assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e}"
+    for index, (result, reference) in enumerate(zip(own, unknown, strict=True)):
+        assert abs(result.amax / reference.amax - 1) <= 2 * E4M3_ROUNDING, f"result {index}: amax {result.amax.item()}"
+    again = prefill.results(scales)
+    assert same_bits(prefill.logits(ops, again), actual)
+    assert [t.item() for result in again for t in result] == [t.item() for result in own for t in result]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", FP8_MODELS)
+def test_fp8_prefill(gpu_ops: GpuOps, model: str) -> None:
+    check_fp8_prefill(gpu_ops(model), LENGTHS)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_fp8_prefill_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
+    precision = replace(get_precision("fp8"), weight_scales=granularity)
+    check_fp8_prefill(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 
 
 # Replayed steps

@@ -1,6 +1,6 @@
 """compute-sanitizer over every kernel on small shapes: memcheck, racecheck, synccheck.
 
-    python -m tests.ops.models FOLDER tails smollm2-135m odd llama-3.1-8b group16 group5    # where nvcc is
+    python -m tests.ops.models FOLDER EXPORT...                                 # where nvcc is; those of EXPORTS
     python -m tests.sanitize.planted FOLDER
     python -m tests.sanitize --kernels FOLDER --output RESULTS                  # on a Hopper GPU; needs no nvcc
 
@@ -29,7 +29,17 @@ from futransformer.generator.errors import InputError
 from tests.sanitize import planted, runner
 from tests.sanitize.runner import TOOLS, Run
 
-EXPORTS = ("tails", "smollm2-135m", "odd", "llama-3.1-8b", "group16", "group5")
+EXPORTS = (
+    "tails",
+    "smollm2-135m",
+    "smollm2-135m-fp8",
+    "odd",
+    "odd-fp8",
+    "llama-3.1-8b",
+    "llama-3.1-8b-fp8",
+    "group16",
+    "group5",
+)
 PLANTED_SECONDS = 60.0
 USUAL_PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 MESSAGES_SHOWN = 40

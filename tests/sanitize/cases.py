@@ -30,7 +30,7 @@ from tests.ops import test_attention_decode as decode_attention
 from tests.ops import test_attention_prefill as prefill_attention
 from tests.ops import test_decode_gemm as decode_gemm
 from tests.ops import test_odd_shapes as odd_shapes
-from tests.ops.models import TAILS, TAILS_NAME, model_config, tested_plan
+from tests.ops.models import TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
 from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, remote_library
@@ -70,7 +70,7 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
     else:
         plan = tested_plan(export)
         built = load_or_build(plan.specs(), folder=folder)
-        yield from model_cases(remote_library(model_config(export), plan, built, patch, launched))
+        yield from model_cases(remote_library(model_config(export), precision_of(export), plan, built, patch, launched))
 
 
 def model_cases(ops: KernelLibrary) -> Iterator[Case]:
@@ -108,7 +108,8 @@ def check_attention_decode(ops: KernelLibrary) -> None:
 
 def check_attention_prefill(ops: KernelLibrary) -> None:
     """Prompts and later turns in one launch."""
-    prompts = prefill_attention.Problem(ops, ops.config.heads, PROMPTS)
+    spec = ops.plan.attention_prefill
+    prompts = prefill_attention.Problem(ops, spec.heads, PROMPTS, fp8=spec.fp8_out)
     prompts.check(prompts.run())
 
 

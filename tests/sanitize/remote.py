@@ -21,7 +21,7 @@ from futransformer.build.load import LoadedKernels
 from futransformer.driver import Kernel, require_hopper
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import Plan
-from futransformer.generator.precision import get_precision
+from futransformer.generator.precision import Precision
 from futransformer.generator.specs import KernelSpec
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
@@ -91,6 +91,7 @@ def map_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def remote_library(
     config: LlamaConfig,
+    precision: Precision,
     plan: Plan,
     built: LoadedKernels,
     patch: pytest.MonkeyPatch,
@@ -99,6 +100,6 @@ def remote_library(
     """The library of a model; outputs begin as NaN."""
     patch.setattr(library, "Kernel", lambda spec, *_: remote_kernel(spec, built, launched))
     map_on_the_host(patch)
-    ops = KernelLibrary(config, get_precision("bf16"), plan, built, CPU)
+    ops = KernelLibrary(config, precision, plan, built, CPU)
     ops.capturable = False
     return with_poisoned_outputs(ops)

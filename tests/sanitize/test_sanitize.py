@@ -16,9 +16,10 @@ from futransformer.build.compile import build_kernels
 from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.plan import make_plan
+from futransformer.generator.precision import PRECISIONS, Precision, get_precision
 from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps
-from tests.ops.models import model_config
+from tests.ops import models
 from tests.ops.stand_in import CPU, StandInKernel
 from tests.ops.test_two_layers import TINY
 from tests.sanitize import cases, planted, remote, runner
@@ -190,20 +191,21 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 @pytest.mark.usefixtures("answering")
-def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(TINY, "bf16")
+def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
+    plan = make_plan(TINY, precision)
     built: Any = {spec.name: (None, b"") for spec in plan.specs()}
     launches: Counter[str] = Counter()
-    ops = remote.remote_library(TINY, plan, built, monkeypatch, lambda name: launches.update([name]))
+    ops = remote.remote_library(TINY, precision, plan, built, monkeypatch, lambda name: launches.update([name]))
     lines = [line for line in cases.run_cases(cases.model_cases(ops), launches, 300) if "case" in line]
     assert [line["failure"] for line in lines] == [None] * len(lines)
     assert {name for line in lines for name in cast(dict[str, int], line["kernels"])} == {s.name for s in plan.specs()}
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b", "odd"])
+@pytest.mark.parametrize("name", models.WHOLE)
 def test_every_prefill_kernel_has_a_number_of_rows(name: str) -> None:
-    plan = make_plan(model_config(name), "bf16")
+    plan = models.tested_plan(name)
     ops: Any = SimpleNamespace(plan=plan)
     for op, by_rows in plan.prefill.items():
         rows = cases.rows_of_each_kernel(ops, cast(Projection, op))
@@ -216,7 +218,7 @@ def test_a_launch_sees_exactly_its_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     """Nothing behind an output, rows apart where they stood apart, and one copy of a tensor that is given twice."""
     plan = make_plan(TINY, "bf16")
     built: Any = {spec.name: (None, b"") for spec in plan.specs()}
-    ops = remote.remote_library(TINY, plan, built, monkeypatch, lambda _: None)
+    ops = remote.remote_library(TINY, get_precision("bf16"), plan, built, monkeypatch, lambda _: None)
     logits = torch.randn(3, 320)[:, :300]
     assert ops.argmax(logits).tolist() == logits.argmax(1).tolist()
     seen: Tensor = given[-1]["logits"]

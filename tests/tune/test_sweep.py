@@ -114,19 +114,25 @@ def test_a_candidate_that_spills_is_left_out_and_the_rest_built(pretended: list[
     assert len(pretended) == len(sweep.specs())
 
 
-def test_an_exported_sweep_is_read_back(pretended: list[str], settings: BuildSettings, tmp_path: Path) -> None:
-    sweep = make_sweep(SMALL, "bf16", HERE, ["qkv", "down"], 6)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_an_exported_sweep_is_read_back(
+    pretended: list[str], settings: BuildSettings, tmp_path: Path, precision: str
+) -> None:
+    sweep = make_sweep(SMALL, precision, HERE, ["qkv", "down"], 6)
     records, refused = build(sweep, settings, print)
     kept = sweep.without(frozenset(refused))
     export_sweep(kept, records, tmp_path / "export")
-    again = load_sweep(tmp_path / "export", SMALL, "bf16")
+    again = load_sweep(tmp_path / "export", SMALL, precision)
     assert again == kept
+    other = {"bf16": "fp8", "fp8": "bf16"}[precision]
+    with pytest.raises(ConfigError, match=rf"in {precision}, not of smollm2-135m in {other}; write one"):
+        load_sweep(tmp_path / "export", SMALL, other)
     assert {record.name for record in load_exported(tmp_path / "export").kernels} >= {s.name for s in again.specs()}
     assert exported_table(tmp_path / "export") == HERE, "and it serves as an export of the model"
     with pytest.raises(
-        ConfigError, match=r"is a sweep of smollm2-135m in bf16, not of llama-3.1-8b in bf16; write one"
+        ConfigError, match=rf"is a sweep of smollm2-135m in {precision}, not of llama-3.1-8b in {precision}; write one"
     ):
-        load_sweep(tmp_path / "export", load_config("llama-3.1-8b"), "bf16")
+        load_sweep(tmp_path / "export", load_config("llama-3.1-8b"), precision)
     (tmp_path / "export" / CANDIDATES).write_text('{"config": "smollm2-135m", "precision": "bf16"}')
     with pytest.raises(ConfigError, match="rows must be a list"):
         load_sweep(tmp_path / "export", SMALL, "bf16")

@@ -12,11 +12,11 @@ from futransformer.bench.rivals import require
 from futransformer.bench.rivals.torch_bf16 import causal_attention
 
 
-def flash_attention_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Callable[[], Tensor]:
-    """Causal attention of concatenated prompts, [T, heads, D]."""
+def flash_attention_varlen(cu_seqlens: Tensor, longest: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention of concatenated prompts: q, k, v [T, heads, D] -> [T, heads x D]."""
     interface = require("flash_attn.cute", "flash-attn-4")
 
-    def run() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = interface.flash_attn_varlen_func(
             q,
             k,
@@ -30,7 +30,7 @@ def flash_attention_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor,
         attended: Tensor = out[0] if isinstance(out, tuple) else out
         return attended.flatten(1)
 
-    return run
+    return attend
 
 
 def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Callable[[], Tensor]:

@@ -91,6 +91,16 @@ def qkv_into_cache(
     return q.flatten(1)
 
 
+def begin_block(
+    x: Tensor, block: NaturalBlock, shape: Shape, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """All of a prefill layer that comes before attention: q [T, heads, D]; K and V are stored as [T, kv heads, D]."""
+    q, k, v = project_qkv(x, block.qkv, block.gain, shape, cos[:, None], sin[:, None])
+    k_cache.copy_(k)
+    v_cache.copy_(v)
+    return q
+
+
 def added_product(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """A projection onto the residual stream."""
     return residual + F.linear(x, weight)

@@ -14,6 +14,7 @@ SUBJECTS: tuple[str, ...] = (
     "gemm",
     "attention_prefill",
     "prefill_block",
+    "prefill_model",
     "decode_gemm",
     "attention_decode",
     "decode_block",

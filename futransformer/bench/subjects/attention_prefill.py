@@ -11,7 +11,7 @@ from torch import Tensor
 from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Expected, Problem
 from futransformer.bench.check import poison
 from futransformer.bench.llama import Prompts, random_tensor, to_pair_order
-from futransformer.bench.rivals.attention import cudnn_prefill, flash_attention_prefill
+from futransformer.bench.rivals.attention import cudnn_prefill, flash_attention_varlen
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import prefill_attention_work, shape_config
 from futransformer.generator.config import LlamaConfig
@@ -81,8 +81,8 @@ def open_case(shape: str, lengths: Sequence[int], bench: Bench) -> Problem:
         return Contender(run=call, outputs=lambda: [call()])
 
     def flash() -> Contender:
-        cu_seqlens = inputs.prompts.cu_seqlens
-        return contender(flash_attention_prefill(inputs.q, inputs.k, inputs.v, cu_seqlens, max(lengths)))
+        attend = flash_attention_varlen(inputs.prompts.cu_seqlens, max(lengths))
+        return contender(partial(attend, inputs.q, inputs.k, inputs.v))
 
     return Problem(
         work=prefill_attention_work(config, lengths),

@@ -1,6 +1,8 @@
-"""gemm/{8b,70b}/{qkv,o,gate_up,down}/bf16/M=...: a prefill projection with its whole epilogue.
+"""gemm/{8b,70b}/{qkv,o,gate_up,down}/{bf16,fp8}/M=...: a prefill projection with its whole epilogue.
 
-``torch-bf16`` is ``torch.mm`` alone, without any epilogue; ``torch-bf16-epilogue`` compiled code for the same work.
+``torch-bf16`` is ``torch.mm`` alone, without any epilogue; ``torch-bf16-epilogue`` compiled code for the same work. In
+FP8 ``torch-fp8-mm`` is ``torch._scaled_mm`` alone and ``torch-fp8`` that with compiled code: what reads a norm gets its
+rows normalised and quantised, what adds to the residual stream normalises and quantises the rows that it leaves.
 Two limits, for two questions. How calls are launched: below ``HOST_ROWS`` rows a launch is a good part of a call, so
 calls are replayed from a graph, ours as a chain. In which regimes they are timed: from ``ARITHMETIC_ROWS`` rows on
 arithmetic decides and power limits it, so in bursts and sustained; below, memory decides, and they are timed steadily.
@@ -10,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from futransformer.bench.case import COMPUTE_BOUND, MEMORY_BOUND, Case, Ceilings, Contender, Problem, Regime, Work
-from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.fp8 import scale_of
+from futransformer.bench.rivals import torch_bf16, torch_fp8
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import BLOCK_OPS, gemm_work
 from futransformer.bench.subjects.projection import ProjectionInputs
@@ -31,12 +35,14 @@ def cases() -> Sequence[Case]:
     """See futransformer.bench.subjects."""
     return [
         Case(
-            f"gemm/{shape}/{op}/bf16/M={rows}",
+            f"gemm/{shape}/{op}/{precision}/M={rows}",
             "TFLOP/s",
             regimes(rows),
-            partial(open_case, shape, op, rows),
+            partial(open_fp8_case if precision == "fp8" else open_case, shape, op, rows),
             default=shape == "8b" and rows in DEFAULT_ROWS,
+            precision=precision,
         )
+        for precision in ("bf16", "fp8")
         for shape in ("8b", "70b")
         for rows in ROWS
         for op in BLOCK_OPS
@@ -74,6 +80,60 @@ def open_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
         ours=inputs.contender(bench.library(shape), floor),
         rivals={"torch-bf16": product, "torch-bf16-epilogue": compiled_epilogue},
         expected=inputs.expected,
+    )
+
+
+def open_fp8_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
+    """The same in FP8."""
+    inputs = ProjectionInputs(bench, shape, op, rows, "prefill", precision="fp8")
+    work = gemm_work(inputs.config, op, rows, "fp8")
+    floor = graph_floor(work, rows, bench.ceilings)
+
+    def product() -> Contender:
+        x, scale = inputs.operand, inputs.x_scale.view(())
+        calls: list[Callable[[], object]] = [partial(torch_fp8.product, x, scale, w) for w in inputs.fp8_copies()]
+        return inputs.timed(calls, list, floor)
+
+    def compiled_epilogue() -> Contender:
+        call, reordered = fp8_epilogue_call(inputs)
+        weights = inputs.fp8_copies()
+        calls: list[Callable[[], object]] = [partial(call, weight) for weight in weights]
+        return inputs.timed(calls, lambda: reordered(call(weights[0])), floor)
+
+    return Problem(
+        work=work,
+        ours=inputs.contender(bench.library(shape, "fp8"), floor),
+        rivals={"torch-fp8-mm": product, "torch-fp8": compiled_epilogue},
+        expected=inputs.expected,
+    )
+
+
+def fp8_epilogue_call(
+    inputs: ProjectionInputs,
+) -> tuple[Callable[[torch_fp8.Weight], Any], Callable[[Any], Sequence[Tensor]]]:
+    """See epilogue_call."""
+    config, shape = inputs.config, torch_bf16.Shape.of(inputs.config)
+    if inputs.op == "qkv":
+        project = torch_bf16.compiled(torch_fp8.qkv_into_cache)
+        x, scale = inputs.normalised_codes()
+        cos, sin = inputs.natural_rope()
+        cache = (inputs.rows, config.num_key_value_heads, config.head_dim)
+        k_cache, v_cache = (inputs.x.new_empty(cache) for _ in range(2))
+        return (
+            lambda weight: project(x, scale, weight, shape, cos, sin, k_cache, v_cache),
+            lambda q: inputs.qkv_rival_outputs(q, k_cache, v_cache),
+        )
+    if inputs.op == "gate_up":
+        assert inputs.scales.result is not None
+        gated, h_scale = torch_bf16.compiled(torch_fp8.gated_product), inputs.scales.result.scale.view(())
+        x, scale = inputs.normalised_codes()
+        return lambda weight: gated(x, scale, weight, h_scale), lambda h: [h]
+    added = torch_bf16.compiled(torch_fp8.added_product)
+    gain = torch.ones(config.hidden_size, dtype=torch.bfloat16, device=inputs.device)
+    scale, next_scale = inputs.x_scale.view(()), scale_of(inputs.residual, room=2).view(())  # once normalised
+    return (
+        lambda weight: added(inputs.operand, scale, weight, inputs.residual, gain, shape.eps, next_scale),
+        lambda outputs: outputs[:1],
     )
 
 

@@ -1,4 +1,5 @@
-// Prefill attention for sm_90a: O = softmax(scale Q K^T + causal mask) V, BF16 operands, float32 softmax and sums.
+// Prefill attention for sm_90a: O = softmax(scale Q K^T + causal mask) V, BF16 operands, float32 softmax and sums. O is
+// BF16, or FP8 at a delayed scale.
 //
 // Varlen, causal, grouped-query, over paged K and V (docs/architecture.md has the layouts). The grid is persistent: a
 // block computes a share of a list of items (attention_schedule.cuh), an item being TileM queries of one head of one
@@ -62,7 +63,9 @@ class AttentionPrefill {
       if (cutlass::canonical_warp_idx_sync() == 0) Producer::run(shared, map_q, map_k, map_v, arguments);
     } else {
       cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+      arguments.out.prepare();
       Consumer::run(shared, arguments, warpgroup - 1);
+      arguments.out.conclude();
     }
   }
 

@@ -7,28 +7,13 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "attention_prefill_output.cuh"
 #include "attention_prefill_shared.cuh"
 #include "barrier.cuh"
 #include "numeric.cuh"
 #include "softmax.cuh"
 
 namespace futransformer {
-
-// Transpose the 4 x 4 matrix that a quad of lanes holds, one row of words each.
-CUTLASS_DEVICE void transpose_over_quad(uint32_t (&words)[4]) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    bool const upper = threadIdx.x & distance;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      if (i & distance) continue;
-      uint32_t& low = words[i];
-      uint32_t& high = words[i + distance];
-      uint32_t const received = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
-      (upper ? low : high) = received;
-    }
-  }
-}
 
 // `T`: AttentionPrefillTraits.
 template <class T>
@@ -256,19 +241,7 @@ class AttentionPrefillConsumer {
       float const factor = work.lacks_pages ? NAN : inverse_of_quad_sum(sum[row]);
       bool const stored = row_in_tile + 8 * row < work.rows;
       int64_t const head_of_row = int64_t(work.first_row + row_in_tile + 8 * row) * T::Heads + work.head;
-      uint4* const target = reinterpret_cast<uint4*>(arguments.out + head_of_row * T::HeadDim) + threadIdx.x % 4;
-      // Four groups of eight columns at a time: a lane has two columns of each, and wants all of one.
-      CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < T::HeadDim / 32; ++group) {
-        uint32_t words[4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          int const column = 2 * (4 * group + i);
-          words[i] = pack_bf16x2(output_by_row(row, column) * factor, output_by_row(row, column + 1) * factor);
-        }
-        transpose_over_quad(words);
-        if (stored) target[4 * group] = make_uint4(words[0], words[1], words[2], words[3]);
-      }
+      arguments.out.store(head_of_row, stored, factor, [&](int column) { return output_by_row(row, column); });
     }
   }
 };

@@ -13,11 +13,11 @@
 
 namespace futransformer {
 
-// `out` [tokens, Heads * HeadDim], `block_table` [sequences, block_table_stride], `cu_seqlens_q` [sequences + 1],
-// `seqlens_k` [sequences], `tickets` [1], zero before and after.
-template <class Element>
+// `out` takes [tokens, Heads * HeadDim] (attention_prefill_output.cuh), `block_table` [sequences, block_table_stride],
+// `cu_seqlens_q` [sequences + 1], `seqlens_k` [sequences], `tickets` [1], zero before and after.
+template <class Output>
 struct AttentionPrefillArguments {
-  Element* out;
+  Output out;
   int const* block_table;
   int block_table_stride;
   int const* cu_seqlens_q;
@@ -28,7 +28,8 @@ struct AttentionPrefillArguments {
 };
 
 // One kernel's sizes, and its shared memory; the parameter `T` of producer and consumers. `Stages`: of K, and of V.
-template <class Element_, int Heads_, int KvHeads_, int HeadDim_, int PageSize_, int TileM_, int TileN_, int Stages_>
+template <class Element_, int Heads_, int KvHeads_, int HeadDim_, int PageSize_, int TileM_, int TileN_, int Stages_,
+          class Output>
 struct AttentionPrefillTraits {
   using Element = Element_;
   static constexpr int Heads = Heads_;
@@ -65,7 +66,7 @@ struct AttentionPrefillTraits {
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using Items = WorkList<Heads, TileM>;
-  using Arguments = AttentionPrefillArguments<Element>;
+  using Arguments = AttentionPrefillArguments<Output>;
 
   // An item as the consumers see it.
   struct alignas(16) Work {

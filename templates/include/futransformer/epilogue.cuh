@@ -31,6 +31,7 @@ struct Operation {
   using Operands = Nothing;
   static constexpr bool kHalvesColumns = false;
   static constexpr int kOperands = 0;  // registers that Operands take
+  static constexpr int kKept = 0;      // registers that it takes beside, all along
   static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // where columns are Q's, then K's, then V's: see PartColumn
 
@@ -133,33 +134,59 @@ struct ScaledRowScale : RowScale<K> {
   }
 };
 
-// x a scale a column, of FP8 operands whose weight has one a row. `Columns` of the output, for each of which the
-// accumulators have `Width` / 8.
-template <int Columns, int Width>
-struct ChannelScale : Operation {
-  float const* scale;  // [Columns * Width / 8], in the accumulators' order
+// The same with SwiGLU behind it, in units of the FP8 result's scale: what is multiplied into every gate and every up is
+// one factor a row. silu(g) = g / 2 (1 + tanh(g / 2)) is one special-function instruction instead of two, 3 % of a tile of
+// 4096 columns of K; tanh.approx is good to 2^-11, against E4M3's 2^-4.
+template <int K>
+struct ScaledSwiGlu : RowScale<K> {
+  using typename RowScale<K>::Fetched;
+  float const* scale;      // [1] what the sums are worth
+  float const* out_scale;  // [1] what a code of the result is worth
+  mutable float half = 1.f, per_out = 1.f;
 
-  static constexpr int kOperands = Width, kPeriod = Columns;
-  struct Operands {
-    float4 of_columns[Width / 4];
+  static constexpr bool kHalvesColumns = true;
+  static constexpr int kKept = 2;
+  struct Row {
+    float gate, up;
   };
 
+  CUTLASS_DEVICE ScaledSwiGlu(float const* sums, int count, float epsilon, float const* of_sums, float const* of_codes)
+      : RowScale<K>(sums, count, epsilon), scale(of_sums), out_scale(of_codes) {}
+
+  CUTLASS_DEVICE void prepare() const {
+    half = 0.5f * *scale;
+    per_out = 2.f / *out_scale;
+  }
+  template <int Lanes, int Loads = 1>
+  CUTLASS_DEVICE Row begin(int row, bool valid, Fetched const& fetched) const {
+    float const gate = RowScale<K>::template begin<Lanes, Loads>(row, valid, fetched).rstd * half;
+    return {gate, gate * per_out};
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, int, float const (&values)[16], float (&halved)[8]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      float const gate = values[2 * i] * state.gate;
+      halved[i] = fmaf(gate, tanh_approx(gate), gate) * (values[2 * i + 1] * state.up);
+    }
+  }
+};
+
+// x a scale a column, of FP8 operands whose weight has one a row. `Width` columns of
+// accumulators, 8 or 16, are eight of the output.
+template <int Width>
+struct ChannelScale : Operation {
+  float const* scale;  // [accumulator columns]
+
   CUTLASS_DEVICE explicit ChannelScale(float const* of_columns) : scale(of_columns) {}
-  template <class Row>
-  CUTLASS_DEVICE Operands load(Row const&, int, int column) const {
-    Operands operands;
+  CUTLASS_DEVICE void apply(Nothing, Nothing, int, int column, float (&values)[Width]) const {
     float4 const* const source = reinterpret_cast<float4 const*>(scale + column * (Width / 8));
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Width / 4; ++i) operands.of_columns[i] = __ldg(source + i);
-    return operands;
-  }
-  CUTLASS_DEVICE void apply(Nothing, Operands const& operands, int, int, float (&values)[Width]) const {
-    CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width / 4; ++i) {
-      values[4 * i] *= operands.of_columns[i].x;
-      values[4 * i + 1] *= operands.of_columns[i].y;
-      values[4 * i + 2] *= operands.of_columns[i].z;
-      values[4 * i + 3] *= operands.of_columns[i].w;
+      float4 const four = __ldg(source + i);  // as operands, asked for ahead, they would spill
+      values[4 * i] *= four.x;
+      values[4 * i + 1] *= four.y;
+      values[4 * i + 2] *= four.z;
+      values[4 * i + 3] *= four.w;
     }
   }
 };
@@ -416,31 +443,27 @@ struct ResidualFloat : SumSquares<Parts> {
   }
 };
 
-// FP8 store at a delayed scale: one that earlier calls have led to. Beside it go the largest magnitude, which later ones
-// may be scaled by, and how many values lay beyond the largest code, at which they saturate. Maxima and counts do not
-// depend on the order in which warps deliver them.
-template <int Columns>
-struct StoreFp8 : Operation {
-  e4m3* out;           // [rows, Columns]
-  float const* scale;  // [1] what a code of 1 is worth
-  float* amax;         // [1]
+// What values become FP8 by: a delayed scale, one that earlier calls have led to. Beside the codes go the largest
+// magnitude, which later ones may be scaled by, and how many values lay beyond the largest code, at which they saturate.
+// Maxima and counts do not depend on the order in which warps deliver them.
+struct Fp8Scale : Operation {
+  float const* scale;   // [1] what a code of 1 is worth
+  float* amax;          // [1]
   unsigned* saturated;  // [1]
+  static constexpr int kKept = 8;
   mutable float per_scale = 1.f;
   mutable float largest = 0.f;  // of this thread's values, in scales
 
-  CUTLASS_DEVICE StoreFp8(e4m3* target, float const* of_codes, float* maximum, unsigned* count)
-      : out(target), scale(of_codes), amax(maximum), saturated(count) {}
+  CUTLASS_DEVICE Fp8Scale(float const* of_codes, float* maximum, unsigned* count)
+      : scale(of_codes), amax(maximum), saturated(count) {}
 
   CUTLASS_DEVICE void prepare() const { per_scale = 1.f / *scale; }
-  template <class Row>
-  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, int column, float (&values)[8]) const {
-    float scaled[8], most = 0.f;
+  // Values in scales, before they are rounded.
+  template <int Count>
+  CUTLASS_DEVICE void observe(float const (&scaled)[Count]) const {
+    float most = 0.f;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      scaled[i] = values[i] * per_scale;
-      most = fmaxf(most, fabsf(scaled[i]));
-    }
-    store_e4m3x8(out + size_t(row) * Columns + column, scaled);
+    for (int i = 0; i < Count; ++i) most = fmaxf(most, fabsf(scaled[i]));
     largest = fmaxf(largest, most);
     if (most > kLargestE4m3) count(scaled);
   }
@@ -451,11 +474,29 @@ struct StoreFp8 : Operation {
   }
 
  private:
-  CUTLASS_DEVICE void count(float const (&scaled)[8]) const {
+  template <int Count>
+  CUTLASS_DEVICE void count(float const (&scaled)[Count]) const {
     unsigned beyond = 0;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) beyond += fabsf(scaled[i]) > kLargestE4m3;
+    for (int i = 0; i < Count; ++i) beyond += fabsf(scaled[i]) > kLargestE4m3;
     atomicAdd(saturated, beyond);
+  }
+};
+
+template <int Columns, bool InCodes = false>  // InCodes: the values come in scales already
+struct StoreFp8 : Fp8Scale {
+  e4m3* out;  // [rows, Columns]
+
+  CUTLASS_DEVICE StoreFp8(e4m3* target, float const* of_codes, float* maximum, unsigned* count)
+      : Fp8Scale(of_codes, maximum, count), out(target) {}
+
+  template <class Row>
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, int column, float (&values)[8]) const {
+    float scaled[8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) scaled[i] = InCodes ? values[i] : values[i] * per_scale;
+    store_e4m3x8(out + size_t(row) * Columns + column, scaled);
+    observe(scaled);
   }
 };
 
@@ -487,6 +528,7 @@ struct Chain<First, Rest...> {
   static constexpr int kWidth = (First::kHalvesColumns ? 2 : 1) * Chain<Rest...>::kWidth;
 
   static constexpr int kOperands = First::kOperands + Chain<Rest...>::kOperands;
+  static constexpr int kKept = First::kKept + Chain<Rest...>::kKept;
   static constexpr int kPeriod = First::kPeriod > Chain<Rest...>::kPeriod ? First::kPeriod : Chain<Rest...>::kPeriod;
   static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
   static constexpr int kQueryColumns = First::kQueryColumns + Chain<Rest...>::kQueryColumns;

@@ -70,6 +70,13 @@ CUTLASS_DEVICE float exp2_flush(float x) {
   return power;
 }
 
+// tanh in one special-function instruction, to about 2^-11.
+CUTLASS_DEVICE float tanh_approx(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Sum over the aligned group of `Lanes` consecutive lanes, the same bits in every lane and on every run.
 template <int Lanes>
 CUTLASS_DEVICE float sum_over_lanes(float value) {
