@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from futransformer import model as model_module
-from futransformer.fp8_scaling import ActivationScales
+from futransformer.driver import hopper_problem
+from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import Precision, get_precision
@@ -247,6 +248,12 @@ def test_the_memory_plan_of_an_8b_model_on_kernels() -> None:
 # The real model
 
 
+def page(folder: Path) -> list[int]:
+    """The tokens of our page."""
+    text = (resources.files("futransformer") / "data" / "sample.txt").read_text(encoding="utf-8")
+    return Tokenizer(folder).encode(text)
+
+
 @pytest.mark.model
 def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: Path) -> None:
     """FP8 is larger noise of the same kind as BF16's, and costs what noise of its size must.
@@ -254,8 +261,7 @@ def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: 
     Noise d on the logits changes a token's -log p by E_p[d] - d(token) + Var_p[d] / 2, to second order. Where tokens
     come as p says, the first part has the mean square Var_p[d], and no mean: the mean is half of the mean square.
     """
-    text = (resources.files("futransformer") / "data" / "sample.txt").read_text(encoding="utf-8")
-    tokens = Tokenizer(small_model).encode(text)
+    tokens = page(small_model)
     plain = Llama.from_pretrained(small_model, device="cpu", cache_tokens=512)
     exact = Llama.from_pretrained(small_model, ops=ReferenceOps(plain.config, dtype=torch.float32), cache_tokens=512)
     model = load(small_model, cache_tokens=512)
@@ -267,3 +273,65 @@ def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: 
     assert -error <= noise.mean() <= noise.square().mean() / 2 + error
     (answer,) = model.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
     assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+# The real model on generated kernels
+
+
+@pytest.fixture(scope="module")
+def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
+    """The real model on the generated kernels, calibrated on our page."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    kernels = exports / "smollm2-135m-fp8" if exports else None
+    model = load(small_model, device="cuda", kernels=kernels)
+    calibrate(model, page(small_model), context=128, samples=4)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_predict_our_page_as_the_reference_does(on_kernels: Llama, small_model: Path) -> None:
+    """By the same scales: they differ where sums that are added in another order round to another code."""
+    assert on_kernels.scaling is not None
+    tokens = page(small_model)
+    exact = Llama.from_pretrained(
+        small_model, ops=ReferenceOps(on_kernels.config, dtype=torch.float32), cache_tokens=512
+    )
+    reference = load(small_model, on_kernels.scaling.calibrated)
+    ours, theirs, float32 = (
+        score(each, tokens, context=128, windows=4, batch=4).nll for each in (on_kernels, reference, exact)
+    )
+    noise, difference = ours - float32, ours - theirs
+    assert noise.std() <= 2 * (theirs - float32).std()
+    assert difference.std() <= 2 * (theirs - float32).std()
+    assert difference.mean().abs() <= 4 * difference.std() / len(noise) ** 0.5
+    (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
+    assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_calibration_on_kernels_gives_the_same_bits_twice(on_kernels: Llama, small_model: Path) -> None:
+    assert on_kernels.scaling is not None
+    before = on_kernels.scaling.calibrated
+    again = calibrate(on_kernels, page(small_model), context=128, samples=4).scales
+    assert torch.equal(again.amax, before.amax)
+    assert torch.equal(again.scale, before.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+@pytest.mark.parametrize("mode", ["frozen", "running"])
+def test_taking_in_a_pass_does_not_synchronise(on_kernels: Llama, mode: Any) -> None:
+    assert on_kernels.scaling is not None
+    scaling = Fp8Scaling(on_kernels.scaling.calibrated, on_kernels.weights.scales, mode=mode)
+    scaling.finish_pass()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            scaling.finish_pass()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
