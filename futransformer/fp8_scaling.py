@@ -68,6 +68,12 @@ def result_name(index: int, results: int) -> str:
     return f"layer {index // len(RESULTS)}, {RESULTS[index % len(RESULTS)]}"
 
 
+def check_mode(mode: str) -> None:
+    """Require one of the two ways in which scales may follow what is read."""
+    if mode not in get_args(Fp8Scales):
+        raise InputError(f"FP8 scales are {' or '.join(get_args(Fp8Scales))}, not {mode!r}")
+
+
 class Fp8Scaling:
     """The scales of one model, the maxima and counts that its passes leave, and how scales follow them."""
 
@@ -80,8 +86,7 @@ class Fp8Scaling:
         history: int = HISTORY,
     ) -> None:
         """``weight_scales``: those of each layer's ``READERS``, in order, [1] or [N], as the GEMMs read them."""
-        if mode not in get_args(Fp8Scales):
-            raise InputError(f"FP8 scales are {' or '.join(get_args(Fp8Scales))}, not {mode!r}")
+        check_mode(mode)
         if history < 1:
             raise InputError(f"running FP8 scales remember at least one pass, not {history}")
         self.mode = mode

@@ -21,7 +21,7 @@ from futransformer.blocks import UNSCALED, DecodePass, LayerWeights, Packed, Pas
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
-from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling
+from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, Precision, get_precision
@@ -120,8 +120,11 @@ class Llama:
         """
         folder, precision = Path(folder), get_precision(precision)
         config = load_config(folder)
-        if precision.prefill == E4M3 and activation_scales is None:
-            activation_scales = read_scales(folder, config)
+        check_mode(fp8_scales)
+        if precision.prefill == E4M3:
+            activation_scales = activation_scales or read_scales(folder, config)
+        elif fp8_scales != "frozen" or activation_scales is not None:
+            raise InputError(f"FP8 scales are of an FP8 prefill, and {precision.name} has none: leave them out")
         wanted = "cuda" if device is None and kernels is not None else device
         target = ops.device if ops is not None else pick_device(wanted)
         if kernels is not None and (ops is not None or target.type == "cpu"):
@@ -139,8 +142,7 @@ class Llama:
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
             weights = load_weights(checkpoint, config, ops, precision)
         scaling = None
-        if precision.prefill == E4M3:
-            assert activation_scales is not None
+        if activation_scales is not None:
             scaling = Fp8Scaling(activation_scales, weights.scales, mode=fp8_scales)
         return cls(config, ops, weights, cache, max_rows=max_rows, scaling=scaling)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from futransformer import model as model_module
 from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
@@ -203,6 +204,18 @@ def test_a_weight_without_a_scale_is_refused_by_name(tiny_base_model: Path, tmp_
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="layer 1, down holds 1 values that are not finite"):
         load(tmp_path)
+
+
+def test_scales_that_mean_nothing_are_refused_before_weights_are_read(
+    tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "load_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="frozen or running, not 'live'"):
+        load(tiny_base_model, fp8_scales="live")
+    options: dict[str, Any]
+    for options in ({"fp8_scales": "running"}, {"activation_scales": ActivationScales.unknown(2)}):
+        with pytest.raises(InputError, match="of an FP8 prefill, and bf16 has none"):
+            Llama.from_pretrained(tiny_base_model, device="cpu", **options)
 
 
 # Memory

@@ -293,8 +293,7 @@ struct Gemm {
 
       // Two stages are under way before the rows' values are waited for, and one in the steady state.
       constexpr int kHead = kPingpong || Promoted ? 1 : kTilesK < 2 ? kTilesK : 2;
-      constexpr int kLast = kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
-      constexpr int kFetched = !kPingpong ? 0 : kTilesK - kHead - kLast < kFetchStages ? kTilesK - kHead - kLast : kFetchStages;
+      constexpr int kLast = kPingpong ? 0 : kTilesK - kHead < kAskStages ? kTilesK - kHead : kAskStages;
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kHead; ++k) multiply();
@@ -328,17 +327,14 @@ struct Gemm {
         warpgroup_fence_operand(accumulators);
         release(1);
       }
-      advance(kTilesK - kHead - kLast - kFetched);
+      advance(kTilesK - kHead - kLast);
       if constexpr (kPingpong) {
+        if (tile + clusters() < order.count()) pass_turn();
         ending.fetch();
-        if constexpr (kFetched > 0) advance(kFetched);
         ending.begin();
       }
       ending.ask();
       if constexpr (kLast > 0) advance(kLast);
-      if constexpr (kPingpong) {
-        if (tile + clusters() < order.count()) pass_turn();
-      }
       if constexpr (!Promoted) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(accumulators);
@@ -362,12 +358,10 @@ struct Gemm {
     return thread / 32 * 16 + thread % 32 / 4 + 8 * rank_k();
   }
 
-  // A tile asks for operands kAskStages before its last. A cooperative one fetches its rows' values while its first
-  // products are under way; a pingpong one kFetchStages before it uses them, for to hold them all along would cost
-  // registers. It must not wait for either behind its last products: its last stage would come back late, and the other
-  // consumer, which multiplies by then, would find the ring empty (8B in FP8, qkv: 4 % of a tile of 128x192).
+  // A cooperative tile fetches its rows' values while its first products are under way and asks for operands
+  // kAskStages before its last; a pingpong tile does both when its last are: its end is hidden, and holding the values
+  // all along would cost registers.
   static constexpr int kAskStages = 3;  // 3 k clocks of both consumers' products: more than a miss of L2 under load
-  static constexpr int kFetchStages = 4;
   template <class Epilogue>
   using Ending = TileEpilogue<Epilogue, kAtoms, kHalves, Tile::kN, N, N % (Tile::kN * Cluster::kN) != 0,
                               kConsumerRegisters - kAccumulators * (Promoted ? 2 : 1) - 48 - Epilogue::kKept>;
