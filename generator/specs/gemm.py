@@ -34,7 +34,7 @@ class GemmSpec(KernelSpec):
     """
 
     template: ClassVar[str] = "gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HGMMA", "UTMALDG")
+    instructions: ClassVar[tuple[str, ...]] = ("UTMALDG",)  # and ``wgmma``
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -112,6 +112,12 @@ class GemmSpec(KernelSpec):
             Param("m", "int32"),
             *epilogue_params(self.epilogue),
         )
+
+    @property
+    def wgmma(self) -> str:
+        """The mnemonic that multiplies: 64 rows by a tile's width by 32 bytes of K."""
+        of_type = {BF16: "HGMMA.64x{}x16.F32.BF16", E4M3: "QGMMA.64x{}x32.F32.E4M3.E4M3"}
+        return of_type[self.element].format(self.tile.n)
 
     @property
     def consumers(self) -> int:

@@ -19,6 +19,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import load_config
 from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.precision import BF16
 from futransformer.generator.specs import GemmSpec, KernelSpec
 from futransformer.generator.specs.decode_gemm import SCHEDULER_REGISTERS
 from tests.ops.models import TAILS
@@ -43,7 +44,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
-LARGE = make_plan(load_config("llama-3.1-8b"), "bf16")
+LARGE, LARGE_FP8 = (make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8"))
 PLANNED = (
     *one_of_each(SMALL),
     *LARGE.prefill["qkv"].values(),
@@ -53,6 +54,9 @@ PLANNED = (
     LARGE.decode["qkv"][32],
     LARGE.decode["gate_up"][32],
     LARGE.attention_decode,
+    LARGE_FP8.prefill["gate_up"][MAX_ROWS],
+    LARGE_FP8.gather_rows["prefill_fp8"],
+    LARGE_FP8.attention_prefill,
 )
 
 
@@ -61,9 +65,11 @@ def schedule(spec: KernelSpec) -> tuple[str, tuple[int, int, int]] | None:
     return (spec.schedule, spec.cluster) if isinstance(spec, GemmSpec) else None
 
 
-# Schedules that the two plans happen not to choose, each once.
-OTHERS = {schedule(spec): spec for spec in TAILS if schedule(spec) not in map(schedule, PLANNED)}
-CHOSEN = tuple(dict.fromkeys((*PLANNED, *OTHERS.values())))  # numbers of rows may share a kernel
+# Schedules that the plans happen not to choose, each once; and one that adds its stages in float32.
+IN_BF16 = [spec for spec in TAILS if spec.element == BF16]
+OTHERS = {schedule(spec): spec for spec in IN_BF16 if schedule(spec) not in map(schedule, PLANNED)}
+PROMOTED = next(spec for spec in TAILS if spec.accumulation == "promoted")
+CHOSEN = tuple(dict.fromkeys((*PLANNED, *OTHERS.values(), PROMOTED)))  # numbers of rows may share a kernel
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +95,7 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
     for instruction in ("LDL", "STL"):
         assert not occurrences(counts, instruction), f"{instruction}: local memory"
     if isinstance(spec, GemmSpec):
-        assert occurrences(counts, f"HGMMA.64x{spec.tile.n}x16.F32.BF16")
+        assert occurrences(counts, spec.wgmma)
         shares_tiles = spec.cluster[0] * spec.cluster[1] > 1
         assert bool(occurrences(counts, "UTMALDG.2D.MULTICAST")) == shares_tiles
     resources = record.resources

@@ -245,6 +245,9 @@ FIELDS: dict[str, object] = {
 }
 
 
+IN_FP8: dict[str, object] = {"element": E4M3, "tile": Tile(128, 192, 128)}
+
+
 def changed(**changes: object) -> GemmSpec:
     return GemmSpec(**{**FIELDS, **changes})  # type: ignore[arg-type]
 
@@ -265,6 +268,15 @@ def changed(**changes: object) -> GemmSpec:
         ({"splits": 2, "schedule": "pingpong"}, "only the cooperative schedule can split K"),
         ({"schedule": "stream-k"}, "schedule must be one of cooperative, pingpong"),
         ({"raster": 0}, "raster"),
+        ({"accumulation": "promoted"}, "BF16 products are summed in float32: there is nothing to promote"),
+        ({"weight_scales": "channel"}, "BF16 weights have no scales"),
+        ({**IN_FP8, "tile": Tile(128, 192, 64)}, r"tile\.k must be 128"),
+        ({**IN_FP8, "k": 584}, "multiple of 16"),
+        ({**IN_FP8, "op": "lm_head"}, "op must be one of qkv, o, gate_up, down"),
+        (
+            {**IN_FP8, "tile": Tile(128, 224, 128), "accumulation": "promoted"},
+            "more than 208 sums, and .* makes it 224",
+        ),
     ],
 )
 def test_illegal_specs_are_refused(changes: dict[str, object], message: str) -> None:
@@ -285,6 +297,9 @@ def test_every_choice_is_in_the_name() -> None:
         {"stages": 3},
         {"schedule": "pingpong"},
         {"raster": 4},
+        IN_FP8,
+        {**IN_FP8, "weight_scales": "channel"},
+        {**IN_FP8, "accumulation": "promoted"},
     ]
     assert len({changed(**change).name for change in changes}) == len(changes)
 

@@ -15,6 +15,7 @@ from futransformer.driver import Kernel
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.precision import BF16, E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops import decode_gemm as decode_gemm_module
 from futransformer.ops import gemm as gemm_module
@@ -22,6 +23,7 @@ from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
 from futransformer.ops.interface import PROJECTIONS, Phase, Projection
 from futransformer.ops.projections import ProjectionGemm, Projections
+from tests.ops.fp8 import fp8_output
 
 CONFIG = replace(load_config("smollm2-135m"), vocab_size=1001, eos_token_ids=())
 ROWS, PADDED_VOCAB = 5, 1024
@@ -45,8 +47,8 @@ class RecordingKernel:
 class Recorded:
     """The projections of CONFIG on kernels that only remember."""
 
-    def __init__(self) -> None:
-        self.plan: Plan = make_plan(CONFIG, "bf16")
+    def __init__(self, precision: str | Precision = "bf16") -> None:
+        self.plan: Plan = make_plan(CONFIG, precision)
         self.kernels: list[RecordingKernel] = []
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
@@ -65,11 +67,16 @@ class Recorded:
         """Tensors that fit."""
         heads, hidden, inner = CONFIG.heads, CONFIG.hidden_size, CONFIG.intermediate_size
         k = {"o": heads.q_features, "down": inner}.get(op, hidden)
+        gemm = self.gemms[phase, op]
         arguments: dict[str, Any] = {
             "phase": phase,
-            "x": torch.zeros(rows, k).bfloat16(),
-            "weight": torch.zeros(self.gemms[phase, op].weight_shape()).bfloat16(),
+            "x": torch.zeros(rows, k).to(gemm.operand),
+            "weight": torch.zeros(gemm.weight_shape()).to(gemm.operand),
         }
+        if gemm.scales:
+            arguments["scale"] = torch.ones(gemm.scales)
+            if op != "qkv":
+                arguments["fp8"] = fp8_output(torch.ones(1))
         if op in ("o", "down"):
             residual = torch.zeros(rows, hidden, dtype=torch.bfloat16 if phase == "prefill" else torch.float32)
             return {**arguments, "op": op, "residual": residual}
@@ -96,8 +103,8 @@ class Recorded:
         return [kernel for kernel in self.kernels if kernel.launches]
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+@pytest.fixture(autouse=True)
+def maps(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(tensor: Tensor, box_rows: int, box_columns: int) -> SimpleNamespace:
         return SimpleNamespace(tensor=tensor, box=(box_rows, box_columns))
 
@@ -106,7 +113,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
     monkeypatch.setattr(gemm_module, "tensor_map_2d", encode)
     monkeypatch.setattr(decode_gemm_module, "tensor_map_column_groups", encode_groups)
+
+
+@pytest.fixture
+def recorded() -> Recorded:
     return Recorded()
+
+
+@pytest.fixture(params=["tensor", "channel"])
+def recorded_fp8(request: pytest.FixtureRequest) -> Recorded:
+    return Recorded(replace(get_precision("fp8"), weight_scales=request.param))
 
 
 @pytest.mark.parametrize("op", PROJECTIONS)
@@ -253,3 +269,59 @@ def test_a_weight_packed_for_the_other_phase_is_refused(recorded: Recorded, op: 
     arguments["weight"] = recorded.arguments("decode", op)["weight"]
     with pytest.raises(InputError, match=f"^{op}: weight must have shape"):
         recorded.run(op, arguments)
+
+
+# FP8 operands and results
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_an_fp8_prefill_launches_with_its_scales(recorded_fp8: Recorded, op: Projection) -> None:
+    """lm_head stays in BF16, as all of decode does; in FP8 the residual stream is a tensor of its own."""
+    recorded = recorded_fp8
+    arguments = recorded.arguments("prefill", op)
+    returned = recorded.run(op, arguments)
+    (kernel,) = recorded.launched
+    ((_, given),) = kernel.launches
+    assert ("scale" in given) == ("scale" in arguments) == (op != "lm_head")
+    assert kernel.spec.element == (BF16 if op == "lm_head" else E4M3)
+    if "scale" in arguments:
+        assert given["scale"] is arguments["scale"]
+        by_channel = "channelscale" in kernel.spec.epilogue
+        assert arguments["scale"].shape == (kernel.spec.n if by_channel else 1,)
+    if "fp8" in arguments:
+        assert (given["out_scale"], given["amax"], given["saturated"]) == tuple(arguments["fp8"])
+        written = returned.x if op in ("o", "down") else returned
+        assert given["out_fp8"] is written
+        columns = CONFIG.intermediate_size if op == "gate_up" else CONFIG.hidden_size
+        assert (written.shape, written.dtype) == ((ROWS, columns), torch.float8_e4m3fn)
+        assert ("out" in given) == (op != "gate_up")
+    if op in ("o", "down"):
+        assert given["out"] is given["residual"] is returned.residual is arguments["residual"]
+    assert "scale" not in recorded.arguments("decode", op)
+
+
+@pytest.mark.parametrize("op", [op for op in PROJECTIONS if op != "lm_head"])
+def test_wrong_scales_are_named(recorded: Recorded, recorded_fp8: Recorded, op: Projection) -> None:
+    right = recorded_fp8.arguments("prefill", op)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"scale": None}, "the prefill kernel needs the scale of its sums"),
+        ({"scale": torch.ones(right["scale"].numel() + 1)}, r"scale must have shape"),
+        ({"scale": right["scale"].double()}, r"scale must be torch\.float32"),
+        ({"x": right["x"].bfloat16()}, r"x must be torch\.float8_e4m3fn"),
+        ({"weight": right["weight"].bfloat16()}, r"weight must be torch\.float8_e4m3fn"),
+    ]
+    if op != "qkv":
+        wrong.append(({"fp8": None}, "the kernel writes FP8 and needs fp8, the scale of its result"))
+        wrong.append(({"fp8": right["fp8"]._replace(amax=torch.ones(2))}, r"fp8\.amax must have shape \[1\]"))
+    for changes, message in wrong:
+        with pytest.raises(InputError, match=f"^{op}: {message}"):
+            recorded_fp8.run(op, {**right, **changes})
+    assert recorded_fp8.launched == []
+
+    plain = recorded.arguments("prefill", op)
+    with pytest.raises(InputError, match=f"^{op}: the prefill kernel takes no scale: its operands are not scaled"):
+        recorded.run(op, {**plain, "scale": torch.ones(1)})
+    if op != "qkv":
+        with pytest.raises(InputError, match=f"^{op}: the kernel writes no FP8: leave fp8 out"):
+            recorded.run(op, {**plain, "fp8": fp8_output(torch.ones(1))})
+    assert recorded.launched == []
