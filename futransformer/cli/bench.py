@@ -62,6 +62,10 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
     bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
     bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score")
+    bench.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="accuracy: of which prefill")
+    bench.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
+    )
     bench.set_defaults(handler=_bench)
 
 
@@ -104,7 +108,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    from futransformer.bench import accuracy, results  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.bench import accuracy, accuracy_fp8, results  # noqa: PLC0415 - see futransformer.cli
     from futransformer.cli.model import model_folder, read_text  # noqa: PLC0415
 
     _alone(args, ACCURACY)
@@ -112,7 +116,13 @@ def _accuracy(args: argparse.Namespace) -> int:
         raise InputError("bench accuracy needs --model MODEL and --text FILE")
     _, text = read_text(args.text)
     where = results.environment(args.commit)
-    content = results.document(ACCURACY, where, accuracy.rows(model_folder(args.model), text, args.kernels))
+    model = model_folder(args.model)
+    if args.precision == "fp8":
+        _, calibration = read_text(args.calibration)
+        rows = accuracy_fp8.rows(model, text, calibration, args.kernels)
+    else:
+        rows = accuracy.rows(model, text, args.kernels)
+    content = results.document(ACCURACY, where, rows, precision=args.precision)
     path = results.write(args.output or results.default_folder(), content)
     print(json.dumps(content, indent=1) if args.json else path)
     return 0

@@ -1,0 +1,71 @@
+"""The accuracy of an FP8 prefill: what is compared with what, on the reference in the place of the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from futransformer.bench import accuracy, accuracy_fp8
+from futransformer.fp8_scaling import ActivationScales
+from futransformer.generator.config import load_config
+from futransformer.model import Llama
+from futransformer.perplexity import score
+from futransformer.quantize.calibrate import calibrate
+from futransformer.reference import ReferenceOps
+
+CONTEXT = 8
+TOKENS: list[int] = torch.randint(256, (17 * CONTEXT + 3,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def load(folder: Path, scales: ActivationScales, ops: type[ReferenceOps] = ReferenceOps, **options: Any) -> Llama:
+    config = load_config(folder)
+    made = ops(config, **options)
+    return Llama.from_pretrained(folder, ops=made, precision="fp8", activation_scales=scales, cache_tokens=64 * 16)
+
+
+@pytest.fixture
+def rows(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    for module in (accuracy, accuracy_fp8):
+        monkeypatch.setattr(module, "CONTEXT", CONTEXT)
+    ours = load(tiny_base_model, ActivationScales.unknown(load_config(tiny_base_model).num_hidden_layers))
+    scales = calibrate(ours, TOKENS[: 2 * CONTEXT], context=CONTEXT).scales
+    references = {
+        "float32": load(tiny_base_model, scales),
+        "float64": load(tiny_base_model, scales, accuracy_fp8.DoubleOps),
+    }
+    bf16 = Llama.from_pretrained(tiny_base_model, ops=ReferenceOps(load_config(tiny_base_model)), cache_tokens=64 * 16)
+    measured = accuracy_fp8.perplexity_rows(ours, references, bf16, TOKENS, "tiny")
+    whole = score(bf16, TOKENS, context=CONTEXT).perplexity
+    assert all(row["rivals"]["reference-bf16"] == pytest.approx(whole, rel=1e-4) for row in measured)
+    return measured
+
+
+def test_frozen_and_running_scales_are_told_beside_bf16(rows: list[dict[str, Any]]) -> None:
+    base = f"perplexity/tiny/fp8/through=prefill/ctx={CONTEXT}/windows=17"
+    assert [row["case"] for row in rows] == [f"{base}/scales=frozen", f"{base}/scales=running"]
+    for row in rows:
+        assert row["tokens"] == 17 * (CONTEXT - 1)
+        apart = 100 * (row["ours"] / row["rivals"]["reference-bf16"] - 1)
+        assert row["percent_over_bf16"] == pytest.approx(apart, abs=0.01)
+        assert row["nll_minus_reference-bf16"]["deviation"] > 1e-3  # FP8 is not BF16
+    assert rows[0]["ours"] != rows[1]["ours"]  # the calibration's windows are not these
+    # two windows calibrate less than seventeen hold
+    assert rows[0]["saturated"] > 0
+
+
+def test_the_noise_floor_is_of_two_ways_to_accumulate(rows: list[dict[str, Any]]) -> None:
+    # the reference in the place of the kernels is the reference
+    assert rows[0]["nll_minus_reference"] == {"mean": 0, "standard_error": 0, "deviation": 0}
+    assert "reference" not in rows[1]["rivals"]
+    assert set(rows[0]["noise_floor_reference_float32_minus_float64"]) == {"mean", "standard_error", "deviation"}
+
+
+def test_the_double_reference_sums_exactly(tiny_base_model: Path) -> None:
+    config = load_config(tiny_base_model)
+    x = torch.tensor([[1.0, 2.0**-30, -1.0]])
+    weight = torch.tensor([[1.0, 1.0, 1.0]])
+    scale = torch.tensor([2.0])
+    assert accuracy_fp8.DoubleOps(config)._linear(x, weight, scale).item() == 2.0**-29
