@@ -106,6 +106,9 @@ def test_saturation_is_said_in_one_line(calibrated: Path, capsys: Output) -> Non
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "saturated" in line]
     assert line.startswith("warning: ")
     assert "--fp8-scales running" in line
+    succeed(*run, "--fp8-scales", "running")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "saturated" in line]
+    assert line.endswith("calibrate on text like it")
     succeed(*run, "--json")
     counts = json.loads(capsys.readouterr().out)["saturated"]
     assert len(counts) == 9

@@ -209,14 +209,12 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 def _saturated(model: Llama) -> dict[str, dict[str, int]]:
     """What to report of FP8 values that saturated; says so in one line if any did."""
-    counts = {} if model.scaling is None else model.scaling.saturated()
-    if not counts:
+    if model.scaling is None or not (counts := model.scaling.saturated()):
         return {}
     worst = max(counts, key=lambda name: counts[name])
-    say(
-        f"warning: {sum(counts.values())} FP8 values saturated, most of them in {worst}: the text goes beyond what was "
-        "calibrated; calibrate on text like it, or use --fp8-scales running"
-    )
+    beyond = f"{sum(counts.values())} FP8 values saturated, most of them in {worst}"
+    instead = ", or use --fp8-scales running" if model.scaling.mode == "frozen" else ""
+    say(f"warning: {beyond}: the text goes beyond what was calibrated; calibrate on text like it{instead}")
     return {"saturated": counts}
 
 

@@ -1,4 +1,4 @@
-"""The scales of an FP8 prefill, from a text: the largest magnitude of every FP8 result, by the rule of ``scale_of``.
+"""The scales of an FP8 prefill, from a text: the largest magnitude of every FP8 result, and room above it.
 
 The text is read by the FP8 operations themselves, on kernels as on the reference, so nothing else needs to be built.
 They record magnitudes before these saturate; but a result that saturates, or whose scale is far too coarse, falsifies
@@ -16,14 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from futransformer.fp8_scaling import ActivationScales, Fp8Scaling, result_name
+from futransformer.fp8_scaling import HEADROOM, ActivationScales, Fp8Scaling, result_name
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.model import Llama, check_numbers
 from futransformer.ops.interface import Fp8Output, Ops
 from futransformer.perplexity import split_windows
-from futransformer.quantize.fp8 import scale_of
 
-RULE = "scale = amax / 448, amax the largest magnitude of the calibration text"
+RULE = f"scale = {HEADROOM} x amax / 448, amax the largest magnitude of the calibration text"
 
 Progress = Callable[[int, int], object]
 
@@ -113,7 +112,7 @@ class _LearningOps:
             if fp8 is not None:
                 adds = name in ("o", "down")  # to their last input, in place: to a copy of it the first time
                 operation(*inputs[:-1], inputs[-1].clone() if adds else inputs[-1], **options)
-                fp8.scale.copy_(scale_of(fp8.amax))
+                fp8.scale.copy_(ActivationScales.from_amax(fp8.amax).scale)
                 self._scaling.scale_sums()
             return operation(*inputs, **options)
 

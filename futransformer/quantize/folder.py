@@ -98,7 +98,7 @@ def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; calibrate it first, and name what that "
-            f"writes: futransformer calibrate {folder} --output {folder.name}-fp8"
+            f"writes: futransformer calibrate {folder} --output {folder.resolve().name}-fp8"
         )
     try:
         description = JsonReader(path, read_json(path))

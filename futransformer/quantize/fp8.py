@@ -28,7 +28,7 @@ class Fp8Weight(NamedTuple):
 
 
 def scale_of(amax: Tensor) -> Tensor:
-    """The rule of every scale, float32: the largest magnitude takes the largest code. Of nothing but zeros it is 1."""
+    """The scale by which this magnitude takes the largest code, float32. Of nothing but zeros it is 1."""
     fitting = (amax.float() * (ROUNDINGS / E4M3_MAX)).clamp_min(SMALLEST_SCALE)
     return torch.where(amax > 0, fitting, 1.0)
 

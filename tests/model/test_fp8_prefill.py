@@ -24,7 +24,6 @@ from futransformer.memory import plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.calibrate import Calibration, calibrate
-from futransformer.quantize.fp8 import scale_of
 from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -122,7 +121,9 @@ def test_running_scales_are_those_of_what_was_read(tiny_model: Path, scales: Act
     # x is read from the table: its maximum is the table's, whatever the scale
     ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
     table = running.weights.embedding[ids].float().abs().amax()
-    torch.testing.assert_close(running.scaling.scale()[0], scale_of(table), rtol=2.0**-20, atol=0)
+    torch.testing.assert_close(
+        running.scaling.scale()[0], ActivationScales.from_amax(table).scale, rtol=2.0**-20, atol=0
+    )
 
 
 def test_what_goes_beyond_the_calibration_saturates_and_is_counted(tiny_model: Path, scales: ActivationScales) -> None:
@@ -170,7 +171,7 @@ def test_calibration_finds_the_maxima_of_the_text(tiny_model: Path, scales: Acti
     model = load(tiny_model, ActivationScales.from_amax(torch.full_like(amax, 1e-3)))
     again: Calibration = calibrate(model, TOKENS, context=100, samples=4)
     assert torch.equal(again.scales.amax, scales.amax)
-    assert torch.equal(again.scales.scale, scale_of(scales.amax))
+    assert torch.equal(again.scales.scale, ActivationScales.from_amax(scales.amax).scale)
     assert model.scaling is not None
     assert torch.equal(model.scaling.scale(), again.scales.scale)
     assert (again.windows, again.context) == (4, 100)

@@ -12,11 +12,15 @@ from torch import Tensor
 from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.errors import InputError
 from futransformer.ops.interface import Fp8Output
-from futransformer.quantize.fp8 import scale_of
 
 LAYERS = 2
 RESULTS = 4 * LAYERS + 1
 CALIBRATED = torch.arange(1.0, RESULTS + 1)  # the largest magnitudes
+
+
+def rule(amax: Tensor) -> Tensor:
+    """The scales of these maxima."""
+    return ActivationScales.from_amax(amax).scale
 
 
 def make(weight_scales: Sequence[Tensor] | None = None, **options: Any) -> Fp8Scaling:
@@ -46,9 +50,14 @@ def sums(scaling: Fp8Scaling) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
+def test_a_scale_leaves_room_for_twice_the_calibrated_maximum() -> None:
+    torch.testing.assert_close(make().scale(), 2 * CALIBRATED / 448, rtol=2.0**-20, atol=0)
+    assert (2 * CALIBRATED * (1 / make().scale()) <= 448).all()
+
+
 def test_sums_are_worth_the_scale_of_what_is_read_times_the_weights() -> None:
     scaling = make()
-    expected = scale_of(CALIBRATED)
+    expected = rule(CALIBRATED)
     assert torch.equal(torch.cat([output.scale for output in outputs(scaling)]), expected)
     for index, worth in enumerate(sums(scaling)):
         assert torch.equal(worth, expected[index : index + 1] * (2.0 + index))
@@ -61,7 +70,7 @@ def test_a_weight_may_have_a_scale_for_every_row() -> None:
     read(scaling, 7.0)
     for worth, weight in zip(sums(scaling), weights, strict=True):
         assert worth.is_contiguous()
-        torch.testing.assert_close(worth, scale_of(torch.tensor(7.0)) * weight, rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(worth, rule(torch.tensor(7.0)) * weight, rtol=2.0**-22, atol=0)
 
 
 def test_frozen_scales_stay() -> None:
@@ -79,7 +88,7 @@ def test_running_scales_follow_the_largest_of_the_last_passes() -> None:
     calibrated = scaling.scale()
 
     def assert_made_for(amax: Tensor) -> None:
-        torch.testing.assert_close(scaling.scale(), scale_of(amax), rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(scaling.scale(), rule(amax), rtol=2.0**-22, atol=0)
         torch.testing.assert_close(
             torch.cat(sums(scaling)), scaling.scale()[:-1] * torch.arange(2.0, 10.0), rtol=0, atol=0
         )
@@ -102,10 +111,10 @@ def test_running_scales_follow_the_largest_of_the_last_passes() -> None:
 
 def test_running_scales_keep_the_calibrations_ratio() -> None:
     """Whatever rule chose the scales: here half of what the maximum would take."""
-    scales = ActivationScales(scale_of(CALIBRATED) / 2, CALIBRATED)
+    scales = ActivationScales(rule(CALIBRATED) / 2, CALIBRATED)
     scaling = Fp8Scaling(scales, [torch.ones(1)] * (RESULTS - 1), mode="running", history=1)
     read(scaling, 30.0)
-    expected = scale_of(torch.full((RESULTS,), 30.0)) / 2
+    expected = rule(torch.full((RESULTS,), 30.0)) / 2
     torch.testing.assert_close(scaling.scale(), expected, rtol=2.0**-22, atol=0)
 
 
@@ -118,10 +127,10 @@ def test_running_scales_stay_usable(amax: float) -> None:
         assert (scaling.scale() > 0).all()
         assert (1 / scaling.scale()).isfinite().all()
     if amax:
-        torch.testing.assert_close(scaling.scale(), scale_of(CALIBRATED), rtol=2.0**-22, atol=0)
+        torch.testing.assert_close(scaling.scale(), rule(CALIBRATED), rtol=2.0**-22, atol=0)
     read(scaling, 3.0)
     read(scaling, 3.0)
-    torch.testing.assert_close(scaling.scale(), scale_of(torch.full((RESULTS,), 3.0)), rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(scaling.scale(), rule(torch.full((RESULTS,), 3.0)), rtol=2.0**-22, atol=0)
 
 
 def test_saturated_values_are_reported_by_place() -> None:
