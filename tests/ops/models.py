@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from futransformer.build.compile import build_kernels
 from futransformer.build.export import export
@@ -19,9 +18,7 @@ from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
-from futransformer.generator.specs import DecodeGemmSpec, GemmSpec, KernelSpec, Tile
-
-SomeSpec = TypeVar("SomeSpec", GemmSpec, DecodeGemmSpec)
+from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -53,8 +50,7 @@ FP8: dict[str, Precision] = {
 }
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
-# and the decode GEMM of the fewest serve all. That saves two kernels of three. What FP8 models have in BF16 is tested
-# with the BF16 ones, and exported for one number of rows as well.
+# and the decode GEMM of the fewest serve all. That saves two kernels of three.
 WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8")
 MODELS = (*WHOLE, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5")
 
@@ -125,17 +121,13 @@ def tested_plan(name: str) -> Plan:
     """The kernels of a model that are tested."""
     precision = precision_of(name)
     plan = make_plan(model_config(name), replace(precision, accumulation="fast"))
-
-    def tested(gemms: dict[str, dict[int, SomeSpec]], rows: int) -> dict[str, dict[int, SomeSpec]]:
-        return {
-            op: by_rows if name in WHOLE and by_rows[rows].element == precision.prefill else {rows: by_rows[rows]}
-            for op, by_rows in gemms.items()
-        }
-
-    prefill = tested(plan.prefill, MAX_ROWS)
+    if name in WHOLE:
+        return plan
+    prefill = {op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in plan.prefill.items()}
     if precision.accumulation == "promoted":
         prefill = {op: {rows: _promoted(spec) for rows, spec in by_rows.items()} for op, by_rows in prefill.items()}
-    return replace(plan, prefill=prefill, decode=tested(plan.decode, BATCH_TILES[0]))
+    decode = {op: {BATCH_TILES[0]: by_batch[BATCH_TILES[0]]} for op, by_batch in plan.decode.items()}
+    return replace(plan, prefill=prefill, decode=decode)
 
 
 def _promoted(spec: GemmSpec) -> GemmSpec:
