@@ -55,6 +55,7 @@ PLANNED = (
     LARGE.decode["gate_up"][32],
     LARGE.attention_decode,
     LARGE_FP8.prefill["gate_up"][MAX_ROWS],
+    LARGE_FP8.prefill["down"][MAX_ROWS],
     LARGE_FP8.gather_rows["prefill_fp8"],
     LARGE_FP8.attention_prefill,
 )
