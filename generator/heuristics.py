@@ -59,10 +59,13 @@ def gemm_specs(
             return plain
         return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
 
-    large = spec(tuned.get(None) or _large(op, n, k, element))
+    # Sums that are promoted are held twice. Of 128 rows, 128 columns are then the most that do not spill.
+    promoted = element == E4M3 and precision.accumulation == "promoted"
+    widest = 128 if promoted else 256
+    large = spec(tuned.get(None) or _large(op, n, k, element, widest))
     specs = {}
     for rows in FEW_ROWS:
-        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, element, table.multiprocessors, rows))
+        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, element, widest, table.multiprocessors, rows))
         tiles_m = -(-rows // few.tile.m)
         waves = -(-n // few.tile.n) * tiles_m * few.splits / table.multiprocessors
         same = (few.tile, few.splits) == (large.tile, 1)
@@ -71,7 +74,7 @@ def gemm_specs(
     return {**specs, MAX_ROWS: large}
 
 
-def _few_rows(op: str, n: int, k: int, element: Element, multiprocessors: int, rows: int) -> _Schedule:
+def _few_rows(op: str, n: int, k: int, element: Element, widest: int, multiprocessors: int, rows: int) -> _Schedule:
     """The tile width and split of K that give the shortest waves of blocks; a tile has 64 rows, or up to 128.
 
     A block's time a column of K is that of its products (2048 multiply-adds a clock in BF16, twice as many in FP8) or
@@ -88,11 +91,11 @@ def _few_rows(op: str, n: int, k: int, element: Element, multiprocessors: int, r
         block = column * -(-k // (stage * splits)) * stage + (3000 if splits > 1 else 0)
         return -(-blocks // multiprocessors) * block, splits, -width
 
-    width, splits = min(((w, s) for w in range(group, 257, group) for s in (1, 2)), key=clocks)
+    width, splits = min(((w, s) for w in range(group, widest + 1, group) for s in (1, 2)), key=clocks)
     return deepest(element, Tile(tile_m, width, stage), (1, 1, splits), "cooperative")
 
 
-def _large(op: str, n: int, k: int, element: Element) -> _Schedule:
+def _large(op: str, n: int, k: int, element: Element, widest: int) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic
@@ -103,9 +106,11 @@ def _large(op: str, n: int, k: int, element: Element) -> _Schedule:
     """
     fp8, hidden = element == E4M3, op in ("qkv", "gate_up")
     widths = (256, 192, 128, 64) if op == "gate_up" else (256, 192, 160, 128, 96, 64)
-    width = min(widths[fp8 and hidden :], key=lambda width: (-(-n // width) * (width + 32), -width))  # + 32: fixed cost
+    widest = min(widest, 192 if fp8 and hidden else 256)
+    fixed = 32  # columns that a tile's fixed cost is worth
+    width = min((w for w in widths if w <= widest), key=lambda width: (-(-n // width) * (width + fixed), -width))
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
-    schedule = "cooperative" if width == 256 else "pingpong"
+    schedule = "cooperative" if width == 256 or widest == 128 else "pingpong"
     chosen = deepest(element, Tile(128, width, tile_k(element)), (cluster_m, 1, 1), schedule)
     if fp8 and n >= WIDE:
         chosen["raster"] = 16  # 8B, gate_up at 8192 rows: 1 to 2 % faster than of 8, 6 % than of 32

@@ -41,12 +41,12 @@ MADE_UP: dict[str, LlamaConfig] = {
     )
 }
 
-# The same shapes where a prompt is read in FP8; the odd one with everything that the precision's row leaves out.
+# The same shapes where a prompt is read in FP8; the odd one with a scale a weight row and promoted sums.
 _BF16, _FP8 = get_precision("bf16"), get_precision("fp8")
 FP8: dict[str, Precision] = {
     "smollm2-135m-fp8": _FP8,
     "llama-3.1-8b-fp8": _FP8,
-    "odd-fp8": replace(_FP8, weight_scales="channel", accumulation="promoted"),
+    "odd-fp8": get_precision("fp8-promoted"),
 }
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
@@ -120,22 +120,12 @@ def precision_of(name: str) -> Precision:
 def tested_plan(name: str) -> Plan:
     """The kernels of a model that are tested."""
     precision = precision_of(name)
-    plan = make_plan(model_config(name), replace(precision, accumulation="fast"))
+    plan = make_plan(model_config(name), precision)
     if name in WHOLE:
         return plan
     prefill = {op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in plan.prefill.items()}
-    if precision.accumulation == "promoted":
-        prefill = {op: {rows: _promoted(spec) for rows, spec in by_rows.items()} for op, by_rows in prefill.items()}
     decode = {op: {BATCH_TILES[0]: by_batch[BATCH_TILES[0]]} for op, by_batch in plan.decode.items()}
     return replace(plan, prefill=prefill, decode=decode)
-
-
-def _promoted(spec: GemmSpec) -> GemmSpec:
-    """The same in a tile whose sums a thread can hold twice, which the rules do not choose; what is BF16 as it is."""
-    if spec.element == BF16:
-        return spec
-    tile = Tile(128, 64 if spec.op == "gate_up" else 96, 128)
-    return replace(spec, tile=tile, schedule="pingpong", accumulation="promoted")
 
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:
