@@ -38,7 +38,7 @@ def quantize_weight(name: str, weight: Tensor, granularity: Granularity) -> Fp8W
 
     ``weight`` is logical, the gain of its norm folded in; ``name`` is what a refusal calls it.
     """
-    values = weight.float()
+    values = weight.to(torch.float32, copy=True)
     amax = values.abs().amax(1) if granularity == "channel" else values.abs().amax().view(1)
     if not amax.isfinite().all():
         raise CheckpointError(
