@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from futransformer.generator.config import CONFIGS
+from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, PRECISIONS, get_precision
 
@@ -157,6 +157,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     batch = DEFAULT_BATCH[args.through] if args.batch is None else args.batch
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")
+    check_window(tokenizer.folder, len(windows[0]))
     batch = min(batch, len(windows))
     model = load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
 
@@ -232,6 +233,16 @@ def model_folder(name: str) -> Path:
             f"safetensors), which `hf download` fetches, or {SMALL_MODEL}, which is fetched here"
         )
     return folder
+
+
+def check_window(folder: Path, tokens: int) -> None:
+    """Refuse windows that are longer than the model's sequences, before it is read."""
+    config = load_config(folder)
+    if tokens > config.max_position_embeddings:
+        raise InputError(
+            f"--context: {config.name} is made for at most {config.max_position_embeddings} tokens "
+            f"(max_position_embeddings), not for {tokens}"
+        )
 
 
 def load(
