@@ -49,8 +49,9 @@ def check_output(source: Path, output: Path, *, force: bool) -> None:
     here, there = source.resolve(), output.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise InputError(f"--output {output} overlaps the model's folder {source}: name a folder beside it")
-    if output.is_mount():
-        raise InputError(f"--output {output} is a mount point, which no folder can replace: name a folder inside it")
+    if there == Path.cwd() or there.is_mount():
+        where = "the current folder" if there == Path.cwd() else "a mount point"
+        raise InputError(f"--output {output} is {where}, which no other can replace: name a folder inside it")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         if not (output / DESCRIPTION_FILE).is_file():
             raise InputError(f"--output {output} holds something else than a calibrated model: name a new folder")

@@ -160,6 +160,9 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(
     (tmp_path / "volume").mkdir()
     with pytest.raises(InputError, match="is a mount point"):
         check_output(tiny_base_model, tmp_path / "volume", force=False)
+    monkeypatch.chdir(tmp_path / "volume")
+    with pytest.raises(InputError, match=r"--output \. is the current folder"):
+        check_output(tiny_base_model, Path(), force=False)
     check_output(tiny_base_model, tmp_path / "volume" / "deep" / "out", force=False)
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "volume"}
 
