@@ -8,7 +8,6 @@ keeps its digits at any scale, but values beyond the largest code are counted on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +17,8 @@ from futransformer.blocks import BlockScales, LayerWeights, Packed
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import E4M3_MAX, Granularity, Precision
 from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
 from futransformer.reference import ReferenceOps
-
-
-class Fp8Weight(NamedTuple):
-    """Codes [N, K] and what a code of 1 is worth: float32 [1], or [N] with a scale a row."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor, granularity: Granularity = "tensor") -> Fp8Weight:
-        """Quantise a BF16 weight, whatever the order of its rows."""
-        largest = weight.abs().amax(1) if granularity == "channel" else weight.abs().amax().view(1)
-        scale = largest.float() / E4M3_MAX
-        return cls(quantised(weight, scale[:, None]), scale)
 
 
 def quantised(values: Tensor, scale: Tensor) -> Tensor:
@@ -90,7 +76,7 @@ class Fp8Layer:
         """Quantise a block."""
 
         def weight(op: Projection, natural: Tensor) -> Fp8Weight:
-            return Fp8Weight.of(logical(config, op, natural), granularity)
+            return quantize_weight(op, logical(config, op, natural), granularity)
 
         return cls(
             weight("qkv", block.qkv),

@@ -262,9 +262,6 @@ def test_fp8_scales_come_from_the_data() -> None:
     codes = fp8.quantised(values, scale)
     assert codes.float().tolist() == [[64, -224], [16, 448]]
     assert fp8.quantised(values * 3, scale).float().abs().max() == 448  # saturates, where a plain conversion gives NaN
-    channels = fp8.Fp8Weight.of(values, "channel")
-    assert channels.scale.tolist() == [3.5 / 448, 7.0 / 448]
-    assert channels.codes.float().tolist() == [[128, -448], [16, 448]]
 
 
 def test_timed_calls_never_saturate(cpu_bench: CpuBench) -> None:
