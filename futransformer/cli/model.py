@@ -123,9 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.json:
         return 0
     report = {
-        "model": model.config.name,
-        "precision": args.precision,
-        "backend": model.ops.describe(),
+        **_what_computed(model, args.precision),
         "prompt": args.prompt,
         "chat": chat,
         "prompt_tokens": len(prompt),
@@ -179,9 +177,7 @@ def _perplexity(args: argparse.Namespace) -> int:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
     report: dict[str, Any] = {
-        "model": model.config.name,
-        "precision": args.precision,
-        "backend": model.ops.describe(),
+        **_what_computed(model, args.precision),
         "through": args.through,
         "text": text_name,
         "context": args.context,
@@ -206,6 +202,12 @@ def _perplexity(args: argparse.Namespace) -> int:
                 shown += f"; and {len(worst) - SATURATED_SHOWN} others" if len(worst) > SATURATED_SHOWN else ""
             print(f"{name.replace('_', ' '):<16} {shown}")
     return 0
+
+
+def _what_computed(model: Llama, precision: str) -> dict[str, str]:
+    """What a report begins with."""
+    scales = {} if model.scaling is None else {"fp8_scales": model.scaling.mode}
+    return {"model": model.config.name, "precision": precision, **scales, "backend": model.ops.describe()}
 
 
 def _saturated(model: Llama) -> dict[str, dict[str, int]]:
