@@ -20,6 +20,7 @@ from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.quantize import folder as folder_module
 from futransformer.quantize.folder import check_output, read_scales, sha256_of, write_folder
+from futransformer.tokenizer import Tokenizer
 
 SCALES = ActivationScales.from_amax(torch.rand(9, generator=torch.Generator().manual_seed(0)) + 1)
 CALIBRATION = {"text": "a.txt", "windows": 3}
@@ -339,3 +340,4 @@ def test_a_folder_below_home_is_found(calibrated: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(calibrated.parent))
     model = Llama.from_pretrained(f"~/{calibrated.name}", precision="fp8", device="cpu", cache_tokens=64)
     assert model.scaling is not None
+    assert Tokenizer(f"~/{calibrated.name}").folder == calibrated
