@@ -378,7 +378,7 @@ def test_taking_in_a_pass_does_not_synchronise(on_kernels: Llama, mode: Any) -> 
     scaling.finish_pass()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(20):
-            scaling.finish_pass()
+        for index in range(20):
+            scaling.finish_pass(begins=index % 2 == 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
