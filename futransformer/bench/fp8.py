@@ -21,11 +21,6 @@ from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
 from futransformer.reference import ReferenceOps
 
 
-def quantised(values: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 codes, saturated."""
-    return (values.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
 def scale_of(values: Tensor, room: float = 1.0) -> Tensor:
     """Float32 [1]: the scale at which the largest value, ``room`` times, is the largest code."""
     return values.abs().amax().float().view(1) * (room / E4M3_MAX)
