@@ -33,8 +33,14 @@ from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projectio
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.ops.validate import check_phase
-from futransformer.packing import pack_decode, pack_prefill, pack_scale
+from futransformer.packing import pack_decode, pack_int4, pack_prefill, pack_scale
+from futransformer.quantize.int4 import Int4Weight
 from futransformer.tables import exported_table, schedule_table
+
+CODES = {  # by the type of a packed weight, what is packed to it
+    torch.float8_e4m3fn: "codes of futransformer.quantize.fp8.quantize_weight",
+    torch.uint8: "an Int4Weight of futransformer.quantize.int4.round_to_nearest",
+}
 
 
 class KernelLibrary:
@@ -92,15 +98,26 @@ class KernelLibrary:
         """See Ops.chain."""
         return self.launch_chain
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        operand = self._projections.gemms[phase, op].operand
-        if (logical.dtype == torch.float8_e4m3fn) != (operand == torch.float8_e4m3fn):
-            codes = "codes of futransformer.quantize.fp8.quantize_weight" if operand.itemsize == 1 else "no codes"
-            raise InputError(f"pack {op}: the {phase} kernel reads {operand}, give it {codes}, not {logical.dtype}")
-        logical = logical.to(self.device, operand)
-        return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
+        gemm = self._projections.gemms[phase, op]
+        reads, given = gemm.weight_type, "INT4" if isinstance(logical, Int4Weight) else logical.dtype
+        codes = CODES.get(reads, "no codes")
+        fp8 = torch.float8_e4m3fn
+        if (given == "INT4") != (reads == torch.uint8) or (given == fp8) != (reads == fp8):
+            read = "INT4" if reads == torch.uint8 else reads
+            raise InputError(f"pack {op}: the {phase} kernel reads {read}, give it {codes}, not {given}")
+        if not isinstance(logical, Int4Weight):
+            return (pack_prefill if phase == "prefill" else pack_decode)(op, logical.to(self.device, reads))
+        packed = pack_int4(op, logical.to(self.device))
+        if packed.shape != gemm.weight_shape():
+            raise InputError(
+                f"pack {op}: the kernel reads a weight packed to {list(gemm.weight_shape())}, not to "
+                f"{list(packed.shape)}: quantise it in the groups of {self.precision.name} "
+                f"(group_size={self.precision.group_size}, zero_points={self.precision.zero_points})"
+            )
+        return packed
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale."""

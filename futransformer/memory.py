@@ -11,7 +11,9 @@ import torch
 from futransformer.build.machine import available_memory
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import OutOfMemoryError
-from futransformer.generator.precision import BF16, Precision
+from futransformer.generator.int4 import packed_bytes
+from futransformer.generator.plan import projections
+from futransformer.generator.precision import BF16, INT4, Precision
 from futransformer.generator.specs import PAGE_SIZE
 
 FLOAT32_BITS = 32
@@ -44,18 +46,19 @@ def plan_memory(
     """Count a model with a cache of ``cache_tokens`` and at most ``rows`` tokens a pass.
 
     Kernels read one packing of every projection and of the head in prefill and another in decode; the reference holds
-    one float32 copy for both, or one a phase of projections whose weights differ. Scales of FP8 are not counted.
+    one float32 copy for both, or one a phase of projections whose weights differ. Scales of FP8 are not
+    counted, those of INT4 are.
     """
-    heads = config.heads
-    layer = config.hidden_size * (heads.qkv_features + heads.q_features + 3 * config.intermediate_size)
-    projections = config.num_hidden_layers * layer
+    heads, layers = config.heads, config.num_hidden_layers
+    shapes = [shape for op, shape in projections(config).items() if op != "lm_head"]
+    layer = sum(n * k for n, k in shapes)
     head = config.vocab_size * config.hidden_size
 
     def weights(bits: int, head_bits: int) -> int:
-        return (projections * bits + head * head_bits) // 8
+        return (layers * layer * bits + head * head_bits) // 8
 
     rope = config.max_position_embeddings * config.head_dim * 4
-    features = config.num_hidden_layers * heads.kv_features
+    features = layers * heads.kv_features
     pages = -(-cache_tokens // PAGE_SIZE)
     # of every row x (once more where GEMMs read it in FP8), q, attention's output and h; float32 logits of a few rows
     quantised = precision.prefill != BF16
@@ -67,6 +70,11 @@ def plan_memory(
     else:
         prefill_weights = weights(precision.prefill.bits, precision.head.bits)
         decode_weights = weights(precision.decode.bits, precision.head.bits)
+        if precision.decode == INT4:
+            groups = precision.group_size, precision.zero_points
+            decode_weights = layers * sum(packed_bytes(*shape, *groups) for shape in shapes) + weights(
+                0, precision.head.bits
+            )
     return MemoryPlan(
         prefill_weights=prefill_weights,
         decode_weights=decode_weights,

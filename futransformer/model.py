@@ -25,13 +25,14 @@ from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode, count_results
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
 from futransformer.quantize.folder import read_scales
 from futransformer.quantize.fp8 import quantize_weight
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
+        INT4 weights of decode are rounded to nearest as they are loaded; prefill keeps a copy of its own type.
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``activation_scales`` in place of
         that folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
@@ -480,9 +482,13 @@ def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precisio
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
-            packed[op] = {"decode": ops.pack(op, "decode", weight)}
+            decoded: Tensor | Int4Weight = weight
+            name = f"{config.name}: layer {index}, {op}"
+            if precision.decode == INT4:
+                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
+            packed[op] = {"decode": ops.pack(op, "decode", decoded)}
             if precision.prefill == E4M3:
-                weight, scale = quantize_weight(f"{config.name}: layer {index}, {op}", weight, precision.weight_scales)
+                weight, scale = quantize_weight(name, weight, precision.weight_scales)
                 scales.append(ops.pack_scale(op, scale))
             packed[op]["prefill"] = ops.pack(op, "prefill", weight)
         layers.append(LayerWeights(**packed))

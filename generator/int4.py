@@ -32,3 +32,9 @@ def packed_group(k: int, group_size: int) -> int:
 def unit_bytes(group_k: int, zero_points: bool) -> int:
     """Bytes of a unit: codes, 16 float16 scales, and 16 zero points of a byte each if there are any."""
     return ROW_TILE * group_k // 2 + ROW_TILE * SCALE_BYTES + ROW_TILE * zero_points
+
+
+def packed_bytes(n: int, k: int, group_size: int, zero_points: bool) -> int:
+    """Bytes of a packed weight [n, k]."""
+    group = packed_group(k, group_size)
+    return n * k // (ROW_TILE * group) * unit_bytes(group, zero_points)
