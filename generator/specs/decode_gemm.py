@@ -38,7 +38,7 @@ class DecodeGemmSpec(KernelSpec):
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
-    (generator/int4.py); a warp advances by whole units.
+    (generator/int4.py); a warp advances by whole units. Of up to four sequences they are multiplied as integers.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -73,7 +73,11 @@ class DecodeGemmSpec(KernelSpec):
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
-        self.require(self.batch_tile in (8, 16, 32, 64), "batch_tile must be 8, 16, 32 or 64")
+        integers = self.batch_tile == 4 and self.element == INT4 and self.x_ahead > 0
+        self.require(
+            self.batch_tile in (8, 16, 32, 64) or integers,
+            "batch_tile must be 8, 16, 32 or 64; 4 for INT4 weights whose x comes by lanes",
+        )
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
             self.row_tiles % self.warp_rows == 0 and self.row_tiles % self.split_k == 0,
@@ -206,7 +210,7 @@ class DecodeGemmSpec(KernelSpec):
         """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
         held_k = max(min(self.step_k, 64), self.x_ahead * self.stage_k // self.warp_split)
-        activations = self.batch_tile // 8 * held_k // 8
+        activations = max(self.batch_tile // 8, 1) * held_k // 8
         if self.element == INT4:
             sums, weights = 2 * sums, 12  # those of a unit too; codes, and what becomes of them
         else:

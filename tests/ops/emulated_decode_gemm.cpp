@@ -6,6 +6,8 @@
 
 #include "fragment.cuh"
 
+#include "split_activations.cuh"
+
 #include "decode_gemm.cuh"
 
 // Stores scaled sums, and adds up what it stored: every call of the epilogue's protocol.
@@ -231,5 +233,10 @@ int main() {
   check_int4<128, false, 128, 2048, 32, 4, 1, 4, 2, 3, 512, 1, NextAt::Start>(32);  // a cluster, x by lanes
   check_int4<32, false, 64, 704, 16, 4, 2, 2, 2, 3, 64>(9);                         // half loads, x in the ring
   check_int4<128, true, 128, 1024, 64, 8, 4, 1, 4, 2, 128>(64);                     // all at once
+
+  check_int4<128, false, 64, 4096, 4, 2, 1, 8, 1, 3, 1024, 2, NextAt::Start>(1);  // x as integers, one sequence
+  check_int4<128, true, 112, 1536, 4, 7, 1, 4, 1, 2, 512, 1, NextAt::Lead>(4);
+  check_int4<64, true, 64, 704, 4, 4, 2, 4, 1, 2, 256, 1>(3);
+  check_int4<32, false, 64, 704, 4, 4, 1, 4, 2, 2, 128, 2>(2);
   return failures;
 }

@@ -37,6 +37,7 @@
 #include "dependent_launch.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
+#include "split_activations.cuh"
 
 namespace futransformer {
 
@@ -60,7 +61,8 @@ struct DecodeGemm {
   static constexpr int kSliceK = K / Cluster;
   static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
   static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
-  static constexpr int kBatchTiles = BatchTile / kTileBatch;
+  static constexpr bool kSplit = BatchTile == kSplitBatch;  // products of integers
+  static constexpr int kBatchTiles = kSplit ? 1 : BatchTile / kTileBatch;
   static constexpr int kWarpTiles = RowTiles / WarpRows;
 
   static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
@@ -88,7 +90,8 @@ struct DecodeGemm {
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
   static_assert(RowTiles % WarpRows == 0 && RowTiles % Cluster == 0, "row tiles must divide among warps and blocks");
-  static_assert(BatchTile % kTileBatch == 0 && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
+  static_assert(!kSplit || (Weight::kScaled && !kXInRing), "integers are for codes, and their x comes by lanes");
+  static_assert((kSplit || BatchTile % kTileBatch == 0) && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
 
   // In the epilogue a group of lanes, a power of two, shares a row.
   static constexpr int kRowLanes = [] {
@@ -145,7 +148,9 @@ struct DecodeGemm {
     }
   };
 
-  using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
+  using Activation = std::conditional_t<kSplit, SplitFragment, ActivationFragment>;
+  using Sum = std::conditional_t<kSplit, SplitSumFragment, SumFragment>;
+  using Sums = float[kWarpTiles][kBatchTiles][Sum::kSums];
 
   template <class Epilogue>
   CUTLASS_DEVICE static void run(X x, void const* weight, int m, Epilogue const& epilogue) {
@@ -331,7 +336,7 @@ struct DecodeGemm {
   // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
   CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int turned, int split, int lane,
                                     Operand (&steps)[kSteps]) {
-    bf16 const* const slice = x + rank() * kSliceK + ActivationFragment::k(lane);
+    bf16 const* const slice = x + rank() * kSliceK + Activation::k(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       int const k = place(stage, turned) * StageK + (i * WarpSplit + split) * kStepK;
@@ -339,7 +344,7 @@ struct DecodeGemm {
       for (int group = 0; group < kStepK / kGroupK; ++group) {
         CUTLASS_PRAGMA_UNROLL
         for (int batch = 0; batch < kBatchTiles; ++batch) {
-          int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
+          int const row = batch * kTileBatch + Activation::sequence(lane);
           Words words = {};
           if (stage < kNumStages && k < kSliceK && row < m) {
             words = *reinterpret_cast<Words const*>(slice + size_t(row) * K + k + group * kGroupK);
@@ -350,10 +355,16 @@ struct DecodeGemm {
     }
   }
 
-  // One step of a warp's row tiles. Where weights are scaled, a step is a unit: its products meet in sums of their own.
+  // One step of a warp's row tiles. Where weights are scaled, a step is a unit, whose products meet in sums of their own.
   CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand& x,
                                            Sums& sums) {
-    if constexpr (Weight::kScaled) {
+    if constexpr (kSplit) {
+      SplitActivations<kStepK / kGroupK> const integers(&x[0][0][0], lane);
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kWarpTiles; ++tile) {
+        multiply_integers(stage.weight[first_tile + tile] + step * kStepBytes, lane, integers, sums[tile][0]);
+      }
+    } else if constexpr (Weight::kScaled) {
       Scales scales[kWarpTiles];
       CUTLASS_PRAGMA_UNROLL
       for (int tile = 0; tile < kWarpTiles; ++tile) scales[tile] = read_scales(stage.weight[first_tile + tile] + step * kStepBytes, lane);
@@ -387,6 +398,29 @@ struct DecodeGemm {
     scales.middle[0] = Weight::middle(zeros & 0xff);
     scales.middle[1] = Weight::middle(zeros >> 8);
     return scales;
+  }
+
+  template <class Integers>
+  CUTLASS_DEVICE static void multiply_integers(unsigned char const* unit, int lane, Integers const& x,
+                                               float (&sums)[Sum::kSums]) {
+    Scales const scales = read_scales(unit, lane);
+    ByteSums products;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kStepBlocks; ++block) {
+      auto const packed = reinterpret_cast<typename Weight::Load const*>(unit)[block * kLanes + lane];
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kBlockGroups; ++group) {
+        uint32_t const g = packed.word[2 * group], g8 = packed.word[2 * group + 1];
+        products.multiply(Weight::bytes(g, 0), Weight::bytes(g8, 0), Weight::bytes(g, 1), Weight::bytes(g8, 1),
+                          x.bytes[block * kBlockGroups + group]);
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float const zero = bf16_low(scales.middle[half]) - 128.f;
+      float const scale = (half ? scales.scale.y : scales.scale.x) * x.scale;
+      sums[half] += scale * (products.joined(half) - zero * x.sum);
+    }
   }
 
   template <class Worth>
@@ -432,8 +466,8 @@ struct DecodeGemm {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < SumFragment::kSums; ++i) {
-          partial[batch * kTileBatch + SumFragment::sequence(lane, i)][first + SumFragment::column(lane, i)] =
+        for (int i = 0; i < Sum::kSums; ++i) {
+          partial[batch * kTileBatch + Sum::sequence(lane, i)][first + Sum::column(lane, i)] =
               sums[tile][batch][i];
         }
       }

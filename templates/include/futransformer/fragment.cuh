@@ -86,6 +86,9 @@ struct WeightFragment<Int4<GroupK, ZeroPoints>> {
     return {{pair(g, first), pair(g8, first), pair(g, first + 1), pair(g8, first + 1)}};
   }
 
+  // The codes themselves as bytes: word `half` of 32 k's row has the k of SplitActivations::bytes.
+  CUTE_HOST_DEVICE static uint32_t bytes(uint32_t word, int half) { return word >> 4 * half & 0x0f0f0f0f; }
+
   // What `operand` must be lowered by in the rows g and g + 8, from a lane's two zero points.
   CUTE_HOST_DEVICE static uint32_t middle(uint32_t zero) { return ZeroPoints ? kBiased + zero * 0x00010001 : kMiddle; }
 

@@ -29,6 +29,20 @@ CUTLASS_DEVICE uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return difference;
 }
 
+// The larger magnitude of two BF16 pairs, in either half, with a sign that means nothing. NaN stays NaN.
+CUTLASS_DEVICE uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// The larger of two floats. NaN stays NaN.
+CUTLASS_DEVICE float larger(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 // The two float16 values of a word.
 CUTLASS_DEVICE float2 unpack_halves(uint32_t packed) {
   float2 values;
