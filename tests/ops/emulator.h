@@ -61,6 +61,11 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+inline float from_half(uint16_t bits) {  // finite ones
+  int const exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float const magnitude = std::ldexp(float(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
 inline uint8_t to_e4m3(float value) {  // round to nearest even, saturate
   if (std::isnan(value)) return 0x7f;
   float const magnitude = std::fmin(std::fabs(value), 448.f);
@@ -553,6 +558,10 @@ constexpr float kLargestE4m3 = 448.f;
 inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
 inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
 inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16_low(a) - bf16_low(b), bf16_high(a) - bf16_high(b));
+}
+inline float2 unpack_halves(uint32_t packed) { return {from_half(packed), from_half(packed >> 16)}; }
 inline uint4 pack_bf16x8(float const (&values)[8]) {
   return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
           pack_bf16x2(values[6], values[7])};
