@@ -137,7 +137,7 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements a lane; INT4: tiles, units, bytes."""
+        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes."""
         if self.element == INT4:
             return (self.n // ROW_TILE, self.k // self.group_k, unit_bytes(self.group_k, self.zero_points))
         elements = LANE_BYTES * 8 // self.element.bits
