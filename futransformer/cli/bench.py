@@ -52,7 +52,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--kernels",
         type=Path,
         metavar="DIR",
-        help="a folder of exports, each in a folder of its config's name, of FP8 with -fp8 (default: the cache)",
+        help="a folder of exports, each in a folder of its config's name, or name-precision (default: the cache)",
     )
     bench.add_argument("--quick-rivals", action="store_true", help="do not let rivals tune themselves first")
     bench.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
