@@ -18,7 +18,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec
+from futransformer.generator.heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import BF16, INT4, PRECISIONS, get_precision
 from futransformer.generator.schedules import MULTIPROCESSORS
@@ -322,7 +322,7 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
     specs = [spec for by_batch in plan.decode.values() for spec in by_batch.values()]
     assert len({spec.name for spec in specs}) == len(specs)
     for op, by_batch in plan.decode.items():
-        assert tuple(by_batch) == BATCH_TILES
+        assert tuple(by_batch) == batch_tiles(op, get_precision(precision))
         assert {spec.element for spec in by_batch.values()} == {
             get_precision(precision).head if op == "lm_head" else get_precision(precision).decode
         }
