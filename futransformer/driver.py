@@ -156,8 +156,10 @@ class Kernel:
         config = self._dependent_config if overlaps else self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        results = self._driver.CUresult
         launched = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0)
-        if launched[0] == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to the driver
+        if launched[0] == results.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to the driver
             check(self._driver.cuCtxSetCurrent(self._context))
             launched = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0)
-        check(launched)
+        if launched[0] != results.CUDA_SUCCESS:
+            check(launched)

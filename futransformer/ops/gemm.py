@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from futransformer.arguments import Argument
@@ -23,6 +22,10 @@ class PrefillGemm:
 
     def __init__(self, kernels: Mapping[int, Kernel]) -> None:
         self.kernels = dict(sorted(kernels.items()))
+        _, spec = self._choose(1)
+        self._weight_shape = spec.n, spec.k
+        self.operand = DTYPES[spec.element]
+        self.scales = 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 
     def _choose(self, rows: int) -> tuple[Kernel, GemmSpec]:
         kernel = next(kernel for most, kernel in self.kernels.items() if rows <= most)
@@ -31,23 +34,11 @@ class PrefillGemm:
 
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the packed weight."""
-        _, spec = self._choose(1)
-        return (spec.n, spec.k)
+        return self._weight_shape
 
     def sumsq_parts(self, rows: int) -> int:
         """Columns of sumsq_out for this many rows."""
         return self._choose(rows)[1].sumsq_parts
-
-    @property
-    def operand(self) -> torch.dtype:
-        """Type of x and the weight."""
-        return DTYPES[self._choose(1)[1].element]
-
-    @property
-    def scales(self) -> int:
-        """See ProjectionGemm.scales."""
-        _, spec = self._choose(1)
-        return 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
         """Run on x [m, k] (m >= 1): as many clusters as the card holds at a time walk the tiles."""
