@@ -52,7 +52,7 @@ class LlamaWeights:
 
     embedding: Tensor
     rope_table: Tensor
-    layers: list[LayerWeights]
+    layers: Sequence[LayerWeights]
     lm_head: Packed
     scales: tuple[Tensor, ...] = ()  # of the FP8 weights: each layer's READERS, in order, as their GEMMs read them
 

@@ -33,17 +33,21 @@ def scale_of(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, fitting, 1.0)
 
 
+def codes_of(values: Tensor, scale: Tensor) -> Tensor:
+    """E4M3 codes of values / scale: rounded to nearest even, saturated."""
+    return (values.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
 def quantize_weight(name: str, weight: Tensor, granularity: Granularity) -> Fp8Weight:
     """Codes = round(W / scale) to nearest even, scale = ``scale_of`` max|W|, of the tensor or of each row.
 
     ``weight`` is logical, the gain of its norm folded in; ``name`` is what a refusal calls it.
     """
-    values = weight.float()
-    amax = values.abs().amax(1) if granularity == "channel" else values.abs().amax().view(1)
+    amax = weight.abs().amax(1) if granularity == "channel" else weight.abs().amax().view(1)
     if not amax.isfinite().all():
         raise CheckpointError(
-            f"{name} holds {int((~values.isfinite()).sum())} values that are not finite, so it has no FP8 scale; "
+            f"{name} holds {int((~weight.isfinite()).sum())} values that are not finite, so it has no FP8 scale; "
             "fetch the checkpoint again"
         )
     scale = scale_of(amax)
-    return Fp8Weight(values.div_(scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale)
+    return Fp8Weight(codes_of(weight, scale[:, None]), scale)

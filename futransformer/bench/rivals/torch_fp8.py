@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from futransformer.bench.fp8 import Fp8Weight
 from futransformer.bench.llama import NaturalBlock
 from futransformer.bench.rivals.torch_bf16 import Shape, attend_prompts, rms_norm, rotate, swiglu
 from futransformer.generator.precision import E4M3_MAX
+from futransformer.quantize.fp8 import quantize_weight
 
 
 class Weight(NamedTuple):
@@ -27,7 +27,7 @@ class Weight(NamedTuple):
     @classmethod
     def of(cls, natural: Tensor) -> Weight:
         """Quantise a BF16 weight."""
-        weight = Fp8Weight.of(natural)
+        weight = quantize_weight("a weight", natural, "tensor")
         return cls(weight.codes, weight.scale.view(()))
 
 

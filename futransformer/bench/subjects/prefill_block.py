@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from futransformer.bench.case import COMPUTE_BOUND, Case, Contender, Expected, Problem
-from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, quantised, references, scale_of
+from futransformer.bench.fp8 import Fp8Layer, LayerResults, fp8_output, references, scale_of
 from futransformer.bench.graphs import rotating
 from futransformer.bench.llama import NaturalBlock, Prompts, device_rope_table, natural_rope, random_tensor
 from futransformer.bench.rivals import attention, torch_bf16, torch_fp8
@@ -27,6 +27,7 @@ from futransformer.blocks import UNSCALED, BlockScales, LayerWeights, llama_bloc
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.ops.interface import Ops, Stream
+from futransformer.quantize.fp8 import codes_of
 from futransformer.reference import ReferenceOps, row_sumsq
 
 PROMPTS = {"1x512": (512,), "1x2048": (2048,), "4x2048": (2048,) * 4, "1x8192": (8192,), "ragged": RAGGED}
@@ -122,13 +123,13 @@ class Fp8Inputs(Inputs):
         """Choose the scales by what one call of the first layer finds, with room for all that follow."""
         super().__init__(config, lengths, ops.device, precision)
         self.x_scale = scale_of(self.x)
-        self.codes = quantised(self.x, self.x_scale)
+        self.codes = codes_of(self.x, self.x_scale)
         self.results = LayerResults.unscaled(self.device)
         self.run_layer(ops, self._layer(ops, self.layers[0]), self.stream())
         found = self.results
         largest = torch.maximum(scale_of(found.end.amax), torch.maximum(scale_of(found.middle.amax), self.x_scale))
         self.x_scale = ROOM * largest
-        self.codes = quantised(self.x, self.x_scale)
+        self.codes = codes_of(self.x, self.x_scale)
         self.results = LayerResults(
             attended=fp8_output(scale_of(found.attended.amax, ROOM)),
             middle=fp8_output(self.x_scale),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from futransformer.bench.case import Contender, Expected
 from futransformer.bench.check import poison
-from futransformer.bench.fp8 import Fp8Weight, fp8_output, quantised, references, scale_of, unscaled_output
+from futransformer.bench.fp8 import fp8_output, references, scale_of, unscaled_output
 from futransformer.bench.graphs import graphed, rotating
 from futransformer.bench.llama import (
     Prompts,
@@ -32,6 +32,7 @@ from futransformer.generator.precision import E4M3, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.library import KernelLibrary
 from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.quantize.fp8 import Fp8Weight, codes_of, quantize_weight
 from futransformer.reference import ReferenceOps, row_sumsq
 
 ROOM = 1024  # for a residual stream that timed calls add to: BF16 stops growing some 500 additions on
@@ -86,12 +87,12 @@ class ProjectionInputs:
             self.pages = self.prompts.prefill_pass()
             self.k_pages, self.v_pages = (self.prompts.empty_pages(config) for _ in range(2))
         if self.fp8:
-            self._quantise(ops, Fp8Weight.of(self.weight, self.precision.weight_scales))
+            self._quantise(ops, quantize_weight(op, self.weight, self.precision.weight_scales))
 
     def _quantise(self, ops: Ops, weight: Fp8Weight) -> None:
         """Choose every scale; that of the result from what one call at a scale of 1 finds."""
         self.x_scale = scale_of(self.x)
-        self.operand, self.weight = quantised(self.x, self.x_scale), weight.codes
+        self.operand, self.weight = codes_of(self.x, self.x_scale), weight.codes
         sums = self.x_scale * weight.scale
         self.scales = self.timed_scales = Scales(ops.pack_scale(self.op, sums))
         self.reference_scales = Scales(sums)
@@ -221,7 +222,7 @@ class ProjectionInputs:
         """The same in FP8, and its scale of no dimension."""
         normalised = self.normalised()
         scale = scale_of(normalised)
-        return quantised(normalised, scale), scale.view(())
+        return codes_of(normalised, scale), scale.view(())
 
     def natural_rope(self) -> tuple[Tensor, Tensor]:
         """Cos and sin of every row."""
