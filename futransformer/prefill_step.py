@@ -20,6 +20,7 @@ another: eager, padded and replayed passes give the same bits.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,8 +84,7 @@ class HostPass:
     def __init__(self) -> None:
         """Begin empty."""
         self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.owners: list[int] = []
+        self.starts: list[int] = []  # of each sequence, the position of its first row
         self.offsets = [0]
         self.lengths: list[int] = []
         self.ends: list[int] = []
@@ -92,13 +92,11 @@ class HostPass:
 
     def add(self, sequence: CachedSequence, tokens: Sequence[int], *, ends: bool) -> None:
         """Append tokens to a sequence that has pages for them; ``ends``: their last row's logits are wanted."""
-        count, owner = len(tokens), len(self.lengths)
         self.tokens += tokens
-        self.positions += range(sequence.length, sequence.length + count)
-        self.owners += [owner] * count
-        sequence.length += count
+        self.starts.append(sequence.length)
+        sequence.length += len(tokens)
         self.lengths.append(sequence.length)
-        self.offsets.append(self.offsets[-1] + count)
+        self.offsets.append(len(self.tokens))
         self.pages.append(sequence.pages)
         if ends:
             self.ends.append(self.offsets[-1] - 1)
@@ -118,20 +116,30 @@ class HostPass:
         buffer = torch.empty(sum(shape.extents), dtype=torch.int32, pin_memory=pinned)
         parts = PassInputs.of(buffer, shape)
         rows, sequences = len(self.tokens), len(self.lengths)
-        more_rows, more = shape.rows - rows, shape.sequences - sequences
-        rest = [[-1] * (shape.width - len(pages)) for pages in self.pages]
-        table = torch.tensor([pages + end for pages, end in zip(self.pages, rest, strict=True)], dtype=torch.int32)
-        positions = torch.tensor(self.positions, dtype=torch.int32)
-        parts.slots[:rows] = token_slots(table, torch.tensor(self.owners), positions)
-        parts.slots[rows:] = -1
-        parts.block_table[:sequences] = table
-        parts.block_table[sequences:] = -1
-        flat = self.tokens + [-1] * more_rows + self.positions + [0] * more_rows
-        buffer[2 * shape.rows : 4 * shape.rows] = torch.tensor(flat, dtype=torch.int32)
-        lengths = self.offsets + [rows] * more + self.lengths + [0] * more
-        ends = self.ends + [0] * (shape.ends - len(self.ends))
-        buffer[4 * shape.rows + shape.sequences * shape.width :] = torch.tensor(lengths + ends, dtype=torch.int32)
+        offsets = int32(self.offsets)
+        counts = offsets.diff()
+        owners = torch.arange(sequences).repeat_interleave(counts)
+        positions = torch.arange(rows, dtype=torch.int32)
+        positions += (int32(self.starts) - offsets[:-1]).repeat_interleave(counts)
+        padded = (pages + [-1] * (shape.width - len(pages)) for pages in self.pages)
+        table = int32([page for pages in padded for page in pages]).view(sequences, shape.width)
+        for part, values, rest in (
+            (parts.slots, token_slots(table, owners, positions), -1),
+            (parts.tokens, int32(self.tokens), -1),
+            (parts.positions, positions, 0),
+            (parts.block_table, table, -1),
+            (parts.cu_seqlens_q, offsets, rows),
+            (parts.seqlens_k, int32(self.lengths), 0),
+            (parts.ends, int32(self.ends), 0),
+        ):
+            part[: len(values)] = values
+            part[len(values) :] = rest
         return buffer
+
+
+def int32(values: list[int]) -> Tensor:
+    """Integers on the host; of thousands in a third of the time that torch.tensor takes."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
 
 
 Forward = Callable[[PassInputs, PrefillPass], Tensor]  # launches a pass -> float32 logits [E, vocab_size]
