@@ -95,7 +95,11 @@ class KernelLibrary:
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        logical = logical.to(self.device, self._projections.gemms[phase, op].operand)
+        operand = self._projections.gemms[phase, op].operand
+        if (logical.dtype == torch.float8_e4m3fn) != (operand == torch.float8_e4m3fn):
+            codes = "codes of futransformer.quantize.fp8.quantize_weight" if operand.itemsize == 1 else "no codes"
+            raise InputError(f"pack {op}: the {phase} kernel reads {operand}, give it {codes}, not {logical.dtype}")
+        logical = logical.to(self.device, operand)
         return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:

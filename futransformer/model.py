@@ -8,6 +8,7 @@ and ``decode`` continue it. T tokens in a pass, B sequences.
 from __future__ import annotations
 
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from futransformer.blocks import UNSCALED, DecodePass, LayerWeights, Packed, Pas
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
-from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode
+from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode, count_results
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, Precision, get_precision
@@ -120,11 +121,14 @@ class Llama:
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``activation_scales`` in place of
         that folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
-        folder, precision = Path(folder), get_precision(precision)
+        folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
         config = load_config(folder)
         check_mode(fp8_scales)
         if precision.prefill == E4M3:
-            activation_scales = activation_scales or read_scales(folder, config)
+            if activation_scales is None:
+                activation_scales = read_scales(folder, config)
+            else:
+                activation_scales.check(count_results(config.num_hidden_layers))
         elif fp8_scales != "frozen" or activation_scales is not None:
             raise InputError(f"FP8 scales are of an FP8 prefill, and {precision.name} has none: leave them out")
         wanted = "cuda" if device is None and kernels is not None else device
@@ -231,7 +235,7 @@ class Llama:
             inputs = PassInputs.of(buffer, shape)
             logits = self._prefill_logits(inputs, inputs.prefill_pass(rows_of_pass.longest), rows)
         if self.scaling is not None:
-            self.scaling.finish_pass()
+            self.scaling.finish_pass(begins=0 in rows_of_pass.starts)
         return logits
 
     def _prefill_logits(

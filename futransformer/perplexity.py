@@ -46,11 +46,11 @@ class PerplexityResult:
 def split_windows(tokens: Sequence[int], context: int, windows: int | None = None) -> list[Sequence[int]]:
     """The text's full windows, at most ``windows`` of them; a text shorter than one window is one by itself."""
     if context < 2:
-        raise InputError(f"a context of {context} scores nothing: it must be at least 2 tokens")
+        raise InputError(f"a window must be at least 2 tokens, not {context}")
     if windows is not None and windows < 1:
         raise InputError(f"the number of windows must be at least 1, not {windows}")
     if len(tokens) < 2:
-        raise InputError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+        raise InputError(f"the text has {len(tokens)} tokens; a window needs at least 2")
     starts = range(0, max(len(tokens) - context, 0) + 1, context)[:windows]
     return [tokens[start : start + context] for start in starts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ class Tokenizer:
         """Read the tokenizer of a Hugging Face folder."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds to import; token lists need none of it
 
-        self.folder = Path(folder)
+        self.folder = Path(os.path.expanduser(folder))
         if not any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise CheckpointError(
                 f"{self.folder} holds no tokenizer (tokenizer.json or tokenizer.model); copy it from the model's source"

@@ -169,7 +169,15 @@ def load_config(name_or_path: str | Path) -> LlamaConfig:
         generation = JsonReader(generation_path, read_json(generation_path)) if generation_path.is_file() else None
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise ConfigError(f"{name_or_path} cannot be read: {error.strerror}") from error
-    return _parse(JsonReader(path, read_json(path)), generation, name=path.resolve().parent.name)
+    return _parse(JsonReader(path, read_json(path)), generation, name=_name_of(path.parent.resolve()))
+
+
+def _name_of(folder: Path) -> str:
+    """The folder's name; of a snapshot in the Hub's cache, models--OWNER--NAME/snapshots/COMMIT, the model's."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return folder.name
 
 
 def _config_file(name_or_path: str | Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .precision import E4M3, Element, Precision
-from .schedules import FEW_ROWS, ScheduleTable, deepest, shipped_table
+from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
@@ -47,21 +47,20 @@ def gemm_specs(
 
     Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, or
     half, and as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above,
-    ``_large``. A row of the table (default: the shipped one) for the shape and number of rows comes before any rule.
+    ``_large``. A row of the table (default: the shipped one) for the shape and number of rows comes before any rule,
+    unless sums are promoted.
     """
     table = table or shipped_table()
     element = precision.head if op == "lm_head" else precision.prefill
-    tuned = table.find(op, element.name, n, k)
 
     def spec(schedule: _Schedule) -> GemmSpec:
-        plain = GemmSpec(op, element, n, k, **schedule, heads=heads)
-        if element != E4M3:
-            return plain
-        return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
+        return spec_of(Place(op, element.name, n, k, None), schedule, heads, precision)
 
-    # Sums that are promoted are held twice. Of 128 rows, 128 columns are then the most that do not spill.
+    # Sums that are promoted are held twice. Of 128 rows, 128 columns are then the most that do not spill; the table's
+    # tiles are those of sums that are not.
     promoted = element == E4M3 and precision.accumulation == "promoted"
     widest = 128 if promoted else 256
+    tuned = {} if promoted else table.find(op, element.name, n, k)
     large = spec(tuned.get(None) or _large(op, n, k, element, widest))
     specs = {}
     for rows in FEW_ROWS:

@@ -16,9 +16,9 @@ from futransformer.cli import main
 Output = pytest.CaptureFixture[str]
 
 
-def failure(capsys: Output, *arguments: object) -> str:
-    """Run a command that must refuse with status 2 and one line; return the line."""
-    assert main([str(argument) for argument in arguments]) == 2
+def failure(capsys: Output, *arguments: object, status: int = 2) -> str:
+    """Run a command that must fail with this status; return what it says."""
+    assert main([str(argument) for argument in arguments]) == status
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
@@ -86,7 +86,7 @@ def test_a_calibrated_model_is_measured_in_fp8(calibrated: Path, tmp_path: Path,
     assert reports["fp8"]["perplexity"] != reports["bf16"]["perplexity"]
     assert np.log(reports["fp8"]["perplexity"]) == pytest.approx(np.log(reports["bf16"]["perplexity"]), rel=0.05)
     assert reports["fp8 decode"]["perplexity"] == reports["bf16 decode"]["perplexity"]
-    assert reports["running"]["precision"] == "fp8"
+    assert [reports[name].get("fp8_scales") for name in ("bf16", "fp8", "running")] == [None, "frozen", "running"]
 
 
 def rescale(folder: Path, factor: float) -> None:
@@ -137,9 +137,15 @@ def test_what_makes_no_sense_is_refused(
     calibrate = ("calibrate", tiny_base_model, "--reference", "-o")
     assert "overlaps the model's folder" in failure(capsys, *calibrate, tiny_base_model, "--force")
     assert "at least 1 window, not 0" in failure(capsys, *calibrate, new, "--samples", 0)
-    assert "context of 1 scores nothing" in failure(capsys, *calibrate, new, "--context", 1)
+    assert "a window must be at least 2 tokens, not 1" in failure(capsys, *calibrate, new, "--context", 1)
     assert "there is no such file" in failure(capsys, *calibrate, new, "--text", tmp_path / "none")
-    assert "max_position_embeddings" in failure(capsys, *calibrate, new, "--context", 1024)
+    line = failure(capsys, *calibrate, new, "--context", 1024)
+    assert "--context: tiny-base is made for at most 512 tokens (max_position_embeddings)" in line
+    assert len(line.splitlines()) == 1, "the model was read"
+    (tmp_path / "file").write_text("")
+    line = failure(capsys, *calibrate, tmp_path / "file" / "below", status=1)
+    assert "cannot be written" in line
+    assert len(line.splitlines()) == 1, "the model was read"
     assert not new.exists()
     run = ("run", tiny_base_model, "--reference", "--prompt", "Hello")
     assert "futransformer calibrate" in failure(capsys, *run, "--precision", "fp8")

@@ -219,6 +219,6 @@ def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Outpu
     assert "the text has 1 tokens" in failure(capsys, *perplexity, "--text", tmp_path / "short")
     for wrong in (tmp_path / "nowhere" / "nll.npy", tmp_path):
         assert f"--nll {wrong}: give the name of a file" in failure(capsys, *perplexity, "--nll", wrong)
-    assert "context of 1 scores nothing" in failure(capsys, *perplexity, "--context", 1)
+    assert "a window must be at least 2 tokens, not 1" in failure(capsys, *perplexity, "--context", 1)
     assert "--batch must be at least 1" in failure(capsys, *perplexity, "--batch", 0)
     assert "max_position_embeddings" in failure(capsys, *perplexity, "--context", 1024, "--windows", 1)

@@ -221,6 +221,22 @@ def test_weights_of_another_shape_are_not_packed(exported: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_codes_are_packed_where_they_are_read_and_nowhere_else(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion would give weights without their scale, which no later check can find."""
+    weight = torch.zeros(576, 576, dtype=torch.bfloat16)
+    codes = weight.to(torch.float8_e4m3fn)
+    bf16 = load_kernels(SMALL, folder=exported)
+    with pytest.raises(InputError, match=r"pack o: the prefill kernel reads torch.bfloat16, .* not torch.float8"):
+        bf16.pack("o", "prefill", codes)
+    monkeypatch.setattr(library, "load_or_build", lambda specs, **_: {spec.name: (None, b"") for spec in specs})
+    fp8 = load_kernels(SMALL, "fp8")
+    assert fp8.pack("o", "prefill", codes).dtype == torch.float8_e4m3fn
+    assert fp8.pack("o", "decode", weight).dtype == torch.bfloat16
+    with pytest.raises(InputError, match=r"reads torch.float8_e4m3fn, give it codes .*quantize_weight, not "):
+        fp8.pack("o", "prefill", weight)
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_a_phase_that_is_none_is_named(exported: Path) -> None:
     ops: Any = load_kernels(SMALL, "bf16", folder=exported)
     weight, x = torch.zeros(576, 576, dtype=torch.bfloat16), torch.zeros(1, 576, dtype=torch.bfloat16)

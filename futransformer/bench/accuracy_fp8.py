@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from futransformer.bench.accuracy import CONTEXT, perplexity_row, timed_score
-from futransformer.fp8_scaling import ActivationScales, Fp8Scales
+from futransformer.fp8_scaling import ActivationScales, Fp8Scales, Fp8Scaling
 from futransformer.generator.config import load_config
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
@@ -67,7 +67,7 @@ def set_mode(model: Llama, mode: Fp8Scales) -> None:
     scaling.reset()
 
 
-def scaling_of(model: Llama) -> Any:
+def scaling_of(model: Llama) -> Fp8Scaling:
     """The scales of a model with an FP8 prefill."""
     assert model.scaling is not None
     return model.scaling

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from futransformer.cli.model import FP8_PRECISIONS, add_model, load, model_folder, read_text, say
+from futransformer.cli.model import FP8_PRECISIONS, add_model, check_window, load, model_folder, read_text, say
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -53,6 +53,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     check_output(folder, args.output, force=args.force)
     tokens = Tokenizer(folder).encode(text)
     window = len(choose_windows(tokens, args.context, args.samples)[0])
+    check_window(folder, window)
     unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
     model = load(args, folder, window, unknown)
 

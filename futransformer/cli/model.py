@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from futransformer.generator.config import CONFIGS
+from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, PRECISIONS, get_precision
 
@@ -123,9 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.json:
         return 0
     report = {
-        "model": model.config.name,
-        "precision": args.precision,
-        "backend": model.ops.describe(),
+        **_what_computed(model, args.precision),
         "prompt": args.prompt,
         "chat": chat,
         "prompt_tokens": len(prompt),
@@ -157,6 +155,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     batch = DEFAULT_BATCH[args.through] if args.batch is None else args.batch
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")
+    check_window(tokenizer.folder, len(windows[0]))
     batch = min(batch, len(windows))
     model = load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
 
@@ -178,9 +177,7 @@ def _perplexity(args: argparse.Namespace) -> int:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
     report: dict[str, Any] = {
-        "model": model.config.name,
-        "precision": args.precision,
-        "backend": model.ops.describe(),
+        **_what_computed(model, args.precision),
         "through": args.through,
         "text": text_name,
         "context": args.context,
@@ -205,6 +202,12 @@ def _perplexity(args: argparse.Namespace) -> int:
                 shown += f"; and {len(worst) - SATURATED_SHOWN} others" if len(worst) > SATURATED_SHOWN else ""
             print(f"{name.replace('_', ' '):<16} {shown}")
     return 0
+
+
+def _what_computed(model: Llama, precision: str) -> dict[str, str]:
+    """What a report begins with."""
+    scales = {} if model.scaling is None else {"fp8_scales": model.scaling.mode}
+    return {"model": model.config.name, "precision": precision, **scales, "backend": model.ops.describe()}
 
 
 def _saturated(model: Llama) -> dict[str, dict[str, int]]:
@@ -232,6 +235,16 @@ def model_folder(name: str) -> Path:
             f"safetensors), which `hf download` fetches, or {SMALL_MODEL}, which is fetched here"
         )
     return folder
+
+
+def check_window(folder: Path, tokens: int) -> None:
+    """Refuse windows that are longer than the model's sequences, before it is read."""
+    config = load_config(folder)
+    if tokens > config.max_position_embeddings:
+        raise InputError(
+            f"--context: {config.name} is made for at most {config.max_position_embeddings} tokens "
+            f"(max_position_embeddings), not for {tokens}"
+        )
 
 
 def load(

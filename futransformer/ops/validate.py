@@ -25,7 +25,10 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise InputError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dtype != dtype:
-        raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; convert it with .to({dtype})")
+        remedy = f"convert it with .to({dtype})"
+        if torch.float8_e4m3fn in (dtype, tensor.dtype):
+            remedy = "no conversion gives codes their scale: see futransformer.quantize.fp8, and fp8= of the operations"
+        raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; {remedy}")
     if tensor.device != device and (device.index is not None or tensor.device.type != device.type):
         raise InputError(f"{op}: {name} is on {tensor.device}, the kernels are on {device}; move it there")
     extents = tensor.shape
@@ -44,6 +47,8 @@ def fp8_arguments(op: str, written: bool, fp8: Fp8Output | None, device: torch.d
         raise InputError(f"{op}: the kernel {needs}")
     if fp8 is None:
         return {}
+    if not isinstance(fp8, Fp8Output):
+        raise InputError(f"{op}: fp8 must be an Fp8Output (scale, amax, saturated), not {type(fp8).__name__}")
     for name, tensor, dtype in zip(fp8._fields, fp8, (torch.float32, torch.float32, torch.int32), strict=True):
         check_tensor(op, f"fp8.{name}", tensor, (1,), dtype, device)
     return {"out_scale": fp8.scale, "amax": fp8.amax, "saturated": fp8.saturated}

@@ -54,7 +54,7 @@ def calibrate(
     samples: int = 8,
     progress: Progress = lambda done, of: None,
 ) -> Calibration:
-    """Find the scales for a text and leave the model with them. Whatever scales it had before do not matter.
+    """Find the scales for a text and leave the model with them. What scales it had before does not matter.
 
     ``progress`` hears of every reading of a window, and of how many there are: two each.
     """
@@ -62,15 +62,17 @@ def calibrate(
     if scaling is None:
         raise InputError("calibration is of an FP8 prefill: load the model with precision fp8")
     windows = choose_windows(tokens, context, samples)
-    ops = model.ops
+    ops, mode = model.ops, scaling.mode
+    scaling.mode = "frozen"
     scaling.use(ActivationScales.unknown(model.config.num_hidden_layers))
     model.ops = cast("Ops", _LearningOps(ops, scaling))
     try:
         first = _read(model, scaling, windows, progress, 0)
-    finally:
         model.ops = ops
-    scaling.use(ActivationScales.from_amax(first))
-    second = _read(model, scaling, windows, progress, len(windows))
+        scaling.use(ActivationScales.from_amax(first))
+        second = _read(model, scaling, windows, progress, len(windows))
+    finally:
+        model.ops, scaling.mode = ops, mode
     saturated = sum(scaling.saturated().values())
     scales = ActivationScales.from_amax(torch.maximum(first, second))
     scaling.use(scales)

@@ -7,8 +7,9 @@
 | fp8_scales.safetensors | ``scale`` and ``amax``, float32 [4 L + 1], in the order of futransformer.fp8_scaling |
 | futransformer.json | format version, precision of each phase, origin of the scales, sha256 of every other file |
 
-The folder appears by one rename, complete. What it says is checked when it is read, but for the sha256 of the weights:
-they are as large as the model.
+The folder appears by one rename, complete. When an FP8 prefill is loaded from it, the sha256 of the scales and of what
+else is read (``CHECKED``) must be those that it names, so that scales do not meet a model that they are not of. The
+weights' are not checked, for they are as large as the model; nor are licences and the like.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file, save
 
 from futransformer.build.cache import storage_errors
 from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
-from futransformer.fp8_scaling import RESULTS, ActivationScales
+from futransformer.fp8_scaling import ActivationScales, count_results
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
@@ -38,7 +40,8 @@ from futransformer.generator.precision import Precision
 FORMAT = 1
 DESCRIPTION_FILE = "futransformer.json"
 SCALES_FILE = "fp8_scales.safetensors"
-CARRIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.md", "LICENSE*", "NOTICE*")  # beside the weights
+CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
+CARRIED = (*CHECKED, "*.txt", "*.md", "LICENSE*", "NOTICE*")
 
 
 def check_output(source: Path, output: Path, *, force: bool) -> None:
@@ -46,12 +49,18 @@ def check_output(source: Path, output: Path, *, force: bool) -> None:
     here, there = source.resolve(), output.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise InputError(f"--output {output} overlaps the model's folder {source}: name a folder beside it")
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / DESCRIPTION_FILE).is_file():
-        raise InputError(f"--output {output} holds something else than a calibrated model: name a new folder")
-    if not force:
-        raise InputError(f"--output {output} holds a calibrated model: replace it with --force, or name a new folder")
+    if there == Path.cwd() or there.is_mount():
+        where = "the current folder" if there == Path.cwd() else "a mount point"
+        raise InputError(f"--output {output} is {where}, which no other can replace: name a folder inside it")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        if not (output / DESCRIPTION_FILE).is_file():
+            raise InputError(f"--output {output} holds something else than a calibrated model: name a new folder")
+        if not force:
+            raise InputError(
+                f"--output {output} holds a calibrated model: replace it with --force, or name a new folder"
+            )
+    with _scratch_beside(output, next(parent for parent in there.parents if parent.exists())):
+        pass
 
 
 def write_folder(
@@ -65,67 +74,72 @@ def write_folder(
 ) -> None:
     """Write the model of ``source`` with its scales; ``calibration`` says where they come from, in JSON's types."""
     check_output(source, output, force=force)
-    with storage_errors("the calibrated model", output, "choose another with --output"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-            written = Path(scratch) / "written"
-            written.mkdir()
-            weights = _weight_files(source)
-            for name in _carried_files(source, weights):
-                shutil.copyfile(source / name, written / name)
-            for name in weights:
-                _link_or_copy((source / name).resolve(), written / name)
-            save_file({"scale": scales.scale, "amax": scales.amax}, written / SCALES_FILE)
-            description = {
-                "format": FORMAT,
-                "precision": {
-                    "name": precision.name,
-                    **{phase: getattr(precision, phase).name for phase in ("prefill", "decode", "kv", "head")},
-                    "weight_scales": precision.weight_scales,
-                },
-                "fp8_scales": {"file": SCALES_FILE, **calibration},
-                "sha256": {path.name: sha256_of(path) for path in sorted(written.iterdir())},
-            }
-            text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-            (written / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
-            _publish(written, output, Path(scratch) / "replaced")
+    there = output.resolve()  # a link stays one
+    with _scratch_beside(output, there.parent) as scratch:
+        written = scratch / "written"
+        written.mkdir()
+        weights = _weight_files(source)
+        for name in _carried_files(source, weights):
+            shutil.copyfile(source / name, written / name)
+        for name in weights:
+            _link_or_copy((source / name).resolve(), written / name)
+        # save_file would let nobody else read it
+        (written / SCALES_FILE).write_bytes(save({"scale": scales.scale, "amax": scales.amax}))
+        description = {
+            "format": FORMAT,
+            "precision": {
+                "name": precision.name,
+                **{phase: getattr(precision, phase).name for phase in ("prefill", "decode", "kv", "head")},
+                "weight_scales": precision.weight_scales,
+            },
+            "fp8_scales": {"file": SCALES_FILE, **calibration},
+            "sha256": {path.name: sha256_of(path) for path in sorted(written.iterdir())},
+        }
+        text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+        (written / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+        _publish(written, there, scratch / "replaced")
 
 
 def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
-    """Read a calibrated folder's scales; CheckpointError says what is wrong with them and how to calibrate."""
-    again = f"calibrate again: futransformer calibrate {folder} --output NEW"
+    """Read a calibrated folder's scales; CheckpointError says what is wrong with it and how to calibrate."""
+    command = f"futransformer calibrate {shlex.quote(str(folder))} --output OUT"
+    again = f"calibrate again: {command}"
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; calibrate it first, and name what that "
-            f"writes: futransformer calibrate {folder} --output {folder.resolve().name}-fp8"
+            f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; calibrate it first, and then name OUT, a "
+            f"folder beside it: {command}"
         )
     try:
         description = JsonReader(path, read_json(path))
         version = description.integer("format")
-        wanted = description.section("sha256").text(SCALES_FILE)
+        sums = description.section("sha256")
+        beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))
+        wanted = {name: sums.text(name) for name in dict.fromkeys((SCALES_FILE, "config.json", *beside))}
     except ConfigError as error:
         raise CheckpointError(f"{error}; {again}") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} is of format {version}, this version reads format {FORMAT}; {again}")
     scales = folder / SCALES_FILE
-    if not scales.is_file():
-        raise CheckpointError(f"{scales} is missing; {again}")
-    if sha256_of(scales) != wanted:
-        raise CheckpointError(f"{scales} is not the file that {DESCRIPTION_FILE} names: its sha256 differs; {again}")
     try:
+        for name, digest in wanted.items():
+            file = folder / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing, which {DESCRIPTION_FILE} names; {again}")
+            if sha256_of(file) != digest:
+                raise CheckpointError(
+                    f"{file} is not the file that {DESCRIPTION_FILE} names: its sha256 differs; {again}"
+                )
         tensors = load_file(scales)
+        read = ActivationScales(tensors["scale"], tensors["amax"])
+        read.check(count_results(config.num_hidden_layers))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{scales} cannot be read: {error}; {again}") from error
-    results = len(RESULTS) * config.num_hidden_layers + 1
-    for name in ("scale", "amax"):
-        tensor = tensors.get(name)
-        if tensor is None or tensor.dtype != torch.float32 or tensor.shape != (results,):
-            found = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
-            raise CheckpointError(f"{scales}: {name} must be float32 [{results}], but {found}; {again}")
-        if not _sound(tensor, positive=name == "scale"):
-            raise CheckpointError(f"{scales}: {name} holds values that no scale can be; {again}")
-    return ActivationScales(tensors["scale"], tensors["amax"])
+        raise CheckpointError(f"{folder}: the scales cannot be read: {error}; {again}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{scales} lacks {error}; {again}") from error
+    except InputError as error:
+        raise CheckpointError(f"{scales}: {error}; {again}") from error
+    return read
 
 
 def sha256_of(path: Path) -> str:
@@ -137,8 +151,13 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sound(tensor: Tensor, *, positive: bool) -> bool:
-    return bool((tensor.isfinite() & ((tensor > 0) if positive else (tensor >= 0))).all())
+@contextmanager
+def _scratch_beside(output: Path, parent: Path) -> Iterator[Path]:
+    """A temporary folder on the file system of ``output``, in ``parent``; what goes wrong within is a BuildError."""
+    with storage_errors("the calibrated model", output, "choose another with --output"):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=parent) as scratch:
+            yield Path(scratch)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -164,12 +183,11 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 def _publish(written: Path, output: Path, replaced: Path) -> None:
     """Move the finished folder into place; one that lies there leaves by the rename just before."""
-    moved = output.exists()
-    if moved:
-        output.rename(replaced)
     try:
+        if output.exists():
+            output.rename(replaced)
         written.rename(output)
-    except OSError:
-        if moved:
+    except BaseException:  # an interrupt too
+        if replaced.exists() and not output.exists():
             replaced.rename(output)
         raise

@@ -79,6 +79,10 @@ def make_sweep(config: LlamaConfig, precision: str, table: ScheduleTable, ops: S
     if count < 1:
         raise InputError(f"--candidates must be at least 1, not {count}")
     row, shapes = get_precision(precision), projections(config)
+    if row.accumulation == "promoted":
+        raise InputError(
+            f"kernels of {row.name} are not tuned: a table's rows are tiles of sums that are not promoted; tune fp8"
+        )
     sweep = Sweep(config, row, table, {})
     for op in dict.fromkeys(ops):
         n, k = shapes[op]

@@ -94,16 +94,20 @@ class Heads:
         return f"h{self.num_attention_heads}kv{self.num_key_value_heads}d{self.head_dim}"
 
 
+# rstd, from the partial sums of squares of the row that the GEMM reads: [rows, sumsq_parts]
+_ROWSCALE = (
+    pointer("sumsq", "const float"),
+    Param("sumsq_parts", "int32"),
+    Param("rms_norm_eps", "float32"),
+)
+_SCALE = pointer("scale", "const float")
+
 # An epilogue is a chain of operations applied to eight consecutive output columns of one row at a time; each
 # operation brings its own kernel parameters. The same structs (include/futransformer/epilogue.cuh) serve prefill,
 # where a row is a prompt token, and decode, where it is a sequence.
 EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
-    # x rstd, from the partial sums of squares of the row that the GEMM reads: [rows, sumsq_parts]
-    "rowscale": (
-        pointer("sumsq", "const float"),
-        Param("sumsq_parts", "int32"),
-        Param("rms_norm_eps", "float32"),
-    ),
+    # x rstd
+    "rowscale": _ROWSCALE,
     # rotate Q and K; rope_table [positions, head_dim / 2, (cos, sin)], positions [rows]
     "rope": (pointer("rope_table", "const float"), pointer("positions", "const int")),
     # Q to q [rows, q_features]; K and V to their cache slots; slots [rows], negative: write nothing
@@ -114,23 +118,13 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         pointer("slots", "const long long"),
     ),
     # FP8 operands: x the sums' scale (x's times the weight's), scale [1]; with the row's rstd
-    "scaled_rowscale": (
-        pointer("sumsq", "const float"),
-        Param("sumsq_parts", "int32"),
-        Param("rms_norm_eps", "float32"),
-        pointer("scale", "const float"),
-    ),
+    "scaled_rowscale": (*_ROWSCALE, _SCALE),
     # that and silu(gate) * up, in units of the result's scale (store_fp8's out_scale)
-    "scaled_swiglu": (
-        pointer("sumsq", "const float"),
-        Param("sumsq_parts", "int32"),
-        Param("rms_norm_eps", "float32"),
-        pointer("scale", "const float"),
-    ),
+    "scaled_swiglu": (*_ROWSCALE, _SCALE),
     # FP8 operands whose weight has a scale a row: scale [N], in the order of the chain's columns
-    "channelscale": (pointer("scale", "const float"),),
+    "channelscale": (_SCALE,),
     # x scale [1], + residual
-    "scaled_residual": (pointer("scale", "const float"), pointer("residual", "const cutlass::bfloat16_t")),
+    "scaled_residual": (_SCALE, pointer("residual", "const cutlass::bfloat16_t")),
     # + residual [rows, N]; may alias out
     "residual": (pointer("residual", "const cutlass::bfloat16_t"),),
     # float32 residual [rows, N] += the sums; BF16 out [rows, N] of it, and partial sums of squares of the residual

@@ -363,6 +363,17 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
         load_config("a" * 5000)
 
 
+def test_a_linked_config_is_named_after_its_folder(tmp_path: Path) -> None:
+    """Not after the folder of what it links to, which in the Hub's cache is blobs for all models."""
+    blobs, snapshot = tmp_path / "models--meta--Mine-1B" / "blobs", tmp_path / "models--meta--Mine-1B/snapshots/abc"
+    for folder in (blobs, snapshot, tmp_path / "plain"):
+        folder.mkdir(parents=True)
+    write(blobs, LLAMA31)
+    for folder, name in ((snapshot, "Mine-1B"), (tmp_path / "plain", "plain")):
+        (folder / "config.json").symlink_to(blobs / "config.json")
+        assert load_config(folder).name == name
+
+
 def test_the_home_of_nobody() -> None:
     with pytest.raises(ConfigError, match="~nobody-we-know/model is neither a named model nor a file or folder"):
         load_config("~nobody-we-know/model")

@@ -86,6 +86,14 @@ def test_a_row_comes_before_every_rule_and_changes_the_kernel(tmp_path: Path, ro
     assert len(keys) == 2
 
 
+def test_sums_that_are_promoted_take_no_row_of_those_that_are_not(tmp_path: Path) -> None:
+    """They do not fit into the tile of this one."""
+    row = {**ROW, "element": "e4m3", "rows": None, "tile": [128, 192, 128], "cluster": [1, 1, 1]}
+    table = read_table(written(tmp_path, row))
+    assert make_plan(SMALL, "fp8", table).prefill["qkv"][MAX_ROWS].tile == Tile(128, 192, 128)
+    assert make_plan(SMALL, "fp8-promoted", table) == make_plan(SMALL, "fp8-promoted")
+
+
 def test_rules_count_the_waves_of_the_tables_card() -> None:
     """o of 8B, 64 rows: 128 blocks of half of K are one wave on 132 multiprocessors, and two on 114."""
     here, smaller = (make_plan(CONFIG, "bf16", ScheduleTable("any", count)).prefill["o"][64] for count in (132, 114))

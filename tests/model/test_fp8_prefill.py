@@ -126,6 +126,23 @@ def test_running_scales_are_those_of_what_was_read(tiny_model: Path, scales: Act
     )
 
 
+def test_running_scales_remember_how_sequences_begin(tiny_model: Path, scales: ActivationScales) -> None:
+    """However many passes continue one: a long prompt's, or short turns."""
+    model = load(tiny_model, scales, fp8_scales="running", max_rows=4)
+    model.weights.embedding[7] = 50
+    assert model.scaling is not None
+    quiet = [token for token in TOKENS if token != 7]
+    model.prefill([[7, *quiet[:99]]])
+    for token in quiet[:20]:
+        model.extend([[token]])
+    torch.testing.assert_close(
+        model.scaling.scale()[0], ActivationScales.from_amax(torch.tensor(50.0)).scale, rtol=2.0**-20, atol=0
+    )
+    model.scaling.mode = "frozen"  # counts alone
+    model.prefill([[7]])
+    assert "layer 0, x" in model.scaling.saturated()
+
+
 def test_what_goes_beyond_the_calibration_saturates_and_is_counted(tiny_model: Path, scales: ActivationScales) -> None:
     model = load(tiny_model, scales)
     assert model.scaling is not None
@@ -187,6 +204,29 @@ def test_calibration_takes_windows_from_all_of_the_text(tiny_base_model: Path) -
     assert calibrate(model, text, context=50, samples=2).scales.amax[0] == pytest.approx(50, rel=2.0**-20)
 
 
+def test_calibration_of_running_scales_is_that_of_frozen_ones(tiny_base_model: Path) -> None:
+    """Scales that ran during its second reading would round otherwise than those that come out."""
+    text = torch.randint(256, (600,), generator=torch.Generator().manual_seed(5)).tolist()
+    models = [load(tiny_base_model, fp8_scales=mode) for mode in ("frozen", "running")]
+    frozen, running = (calibrate(model, text, context=20, samples=30).scales for model in models)
+    assert torch.equal(frozen.amax, running.amax)
+    assert models[1].scaling is not None
+    assert models[1].scaling.mode == "running"
+
+
+def test_scales_of_either_fp8_precision_serve_the_other(tiny_model: Path, scales: ActivationScales) -> None:
+    """They are of activations, which the rounding of weights moves by far less than the room above them."""
+    model = load(tiny_model, precision="fp8-promoted")
+    promoted = calibrate(model, TOKENS, context=100, samples=4).scales
+    ratio = promoted.amax / scales.amax
+    assert ratio.min() > 1 / 2
+    assert ratio.max() < 2
+    model = load(tiny_model, scales, precision="fp8-promoted")
+    model.prefill(PROMPTS)
+    assert model.scaling is not None
+    assert model.scaling.saturated() == {}
+
+
 def test_calibration_refuses(tiny_base_model: Path) -> None:
     with pytest.raises(InputError, match="at least 1 window, not 0"):
         calibrate(load(tiny_base_model), TOKENS, samples=0)
@@ -215,6 +255,12 @@ def test_scales_that_mean_nothing_are_refused_before_weights_are_read(
     with pytest.raises(InputError, match="frozen or running, not 'live'"):
         load(tiny_base_model, fp8_scales="live")
     options: dict[str, Any]
+    for scales, wrong in (
+        (ActivationScales.unknown(3), "writes 9 FP8 results"),
+        (ActivationScales(torch.zeros(9), torch.ones(9)), "scale holds values"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            load(tiny_base_model, scales)
     for options in ({"fp8_scales": "running"}, {"activation_scales": ActivationScales.unknown(2)}):
         with pytest.raises(InputError, match="of an FP8 prefill, and bf16 has none"):
             Llama.from_pretrained(tiny_base_model, device="cpu", **options)
@@ -332,7 +378,7 @@ def test_taking_in_a_pass_does_not_synchronise(on_kernels: Llama, mode: Any) -> 
     scaling.finish_pass()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(20):
-            scaling.finish_pass()
+        for index in range(20):
+            scaling.finish_pass(begins=index % 2 == 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -36,12 +36,12 @@ def outputs(scaling: Fp8Scaling) -> list[Fp8Output]:
     return found  # type: ignore[return-value]
 
 
-def read(scaling: Fp8Scaling, amax: float, saturated: int = 0) -> None:
+def read(scaling: Fp8Scaling, amax: float, saturated: int = 0, *, begins: bool = True) -> None:
     """A pass whose results all reach ``amax``."""
     for output in outputs(scaling):
         torch.maximum(output.amax, torch.tensor([amax]), out=output.amax)
         output.saturated.add_(saturated)
-    scaling.finish_pass()
+    scaling.finish_pass(begins=begins)
 
 
 def sums(scaling: Fp8Scaling) -> list[Tensor]:
@@ -109,6 +109,21 @@ def test_running_scales_follow_the_largest_of_the_last_passes() -> None:
     assert torch.equal(scaling.scale(), calibrated)
 
 
+def test_passes_that_begin_no_sequence_displace_none() -> None:
+    """They may be louder, but what a sequence begins with is louder than all that continues it."""
+    scaling = make(mode="running", history=3)
+    for _ in range(3):
+        read(scaling, 40.0)
+    for _ in range(5):
+        read(scaling, 2.0, begins=False)
+        torch.testing.assert_close(scaling.scale(), rule(torch.full((RESULTS,), 40.0)), rtol=2.0**-22, atol=0)
+    read(scaling, 90.0, begins=False)
+    for _ in range(3):
+        torch.testing.assert_close(scaling.scale(), rule(torch.full((RESULTS,), 90.0)), rtol=2.0**-22, atol=0)
+        read(scaling, 2.0)
+    torch.testing.assert_close(scaling.scale(), rule(torch.full((RESULTS,), 2.0)), rtol=2.0**-22, atol=0)
+
+
 def test_running_scales_keep_the_calibrations_ratio() -> None:
     """Whatever rule chose the scales: here half of what the maximum would take."""
     scales = ActivationScales(rule(CALIBRATED) / 2, CALIBRATED)
@@ -154,5 +169,18 @@ def test_what_is_no_scaling_is_refused() -> None:
         make(mode="dynamic")
     with pytest.raises(InputError, match="at least one pass, not 0"):
         make(history=0)
-    with pytest.raises(InputError, match="writes 9 FP8 results; there are 5 scales"):
+    with pytest.raises(InputError, match=r"writes 9 FP8 results, so scale must be float32 \[9\].*float32 \[5\]"):
         make().use(ActivationScales.from_amax(torch.ones(5)))
+    with pytest.raises(InputError, match=r"amax must be float32 .*float64"):
+        make().use(ActivationScales(torch.ones(9), torch.ones(9).double()))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0, 1e-39])
+def test_what_is_no_scale_is_refused(value: float) -> None:
+    """1e-39 has no reciprocal in float32."""
+    for name in ("scale", "amax"):
+        if name == "scale" or not 0 <= value < torch.inf:
+            values = {"scale": torch.ones(9), "amax": torch.ones(9)}
+            values[name][3] = value
+            with pytest.raises(InputError, match=f"{name} holds values that no {name} "):
+                make().use(ActivationScales(**values))

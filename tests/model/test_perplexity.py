@@ -57,7 +57,7 @@ def test_a_text_shorter_than_a_window_is_one() -> None:
 @pytest.mark.parametrize(
     ("tokens", "context", "windows", "message"),
     [
-        ([1, 2, 3], 1, None, "context of 1 scores nothing"),
+        ([1, 2, 3], 1, None, "a window must be at least 2 tokens, not 1"),
         ([1, 2, 3], 2, 0, "windows must be at least 1, not 0"),
         ([1], 2, None, "text has 1 tokens"),
         ([], 2, None, "text has 0 tokens"),

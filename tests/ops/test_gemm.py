@@ -188,7 +188,7 @@ def test_row_scale_of_an_earlier_tile_is_not_reused(gpu_ops: Callable[[str], Ker
     want = torch.nn.functional.silu(value) * value
     if ops.precision.prefill == E4M3:
         fp8 = fp8_output(torch.full((1,), 2.0**-4, device=ops.device))
-        weight, of_sums = ops.pack("gate_up", "prefill", ones), per_k.float()
+        weight, of_sums = ops.pack("gate_up", "prefill", ones.to(torch.float8_e4m3fn)), per_k.float()
         codes = ops.gate_up("prefill", x.to(torch.float8_e4m3fn), sumsq, weight, scale=of_sums, fp8=fp8)
         out, rounding = codes.float() * fp8.scale, E4M3_ROUNDING
     else:

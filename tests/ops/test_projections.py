@@ -307,11 +307,12 @@ def test_wrong_scales_are_named(recorded: Recorded, recorded_fp8: Recorded, op: 
         ({"scale": None}, "the prefill kernel needs the scale of its sums"),
         ({"scale": torch.ones(right["scale"].numel() + 1)}, r"scale must have shape"),
         ({"scale": right["scale"].double()}, r"scale must be torch\.float32"),
-        ({"x": right["x"].bfloat16()}, r"x must be torch\.float8_e4m3fn"),
+        ({"x": right["x"].bfloat16()}, r"x must be torch\.float8_e4m3fn, .*; no conversion gives codes their scale"),
         ({"weight": right["weight"].bfloat16()}, r"weight must be torch\.float8_e4m3fn"),
     ]
     if op != "qkv":
         wrong.append(({"fp8": None}, "the kernel writes FP8 and needs fp8, the scale of its result"))
+        wrong.append(({"fp8": tuple(right["fp8"])}, r"fp8 must be an Fp8Output .*, not tuple"))
         wrong.append(({"fp8": right["fp8"]._replace(amax=torch.ones(2))}, r"fp8\.amax must have shape \[1\]"))
     for changes, message in wrong:
         with pytest.raises(InputError, match=f"^{op}: {message}"):

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.quantize import folder as folder_module
 from futransformer.quantize.folder import check_output, read_scales, sha256_of, write_folder
+from futransformer.tokenizer import Tokenizer
 
 SCALES = ActivationScales.from_amax(torch.rand(9, generator=torch.Generator().manual_seed(0)) + 1)
 CALIBRATION = {"text": "a.txt", "windows": 3}
@@ -31,7 +33,7 @@ def write(source: Path, output: Path, *, force: bool = False, scales: Activation
 
 @pytest.fixture
 def calibrated(tiny_base_model: Path, tmp_path: Path) -> Path:
-    return write(tiny_base_model, tmp_path / "out")
+    return write(tiny_base_model, tmp_path / "the output")
 
 
 def test_scales_come_back_as_they_were_written(tiny_base_model: Path, calibrated: Path) -> None:
@@ -141,10 +143,47 @@ def test_a_folder_of_something_else_is_never_replaced(tiny_base_model: Path, tmp
 
 
 def test_the_model_itself_is_no_output(calibrated: Path) -> None:
-    for output in (calibrated, calibrated / "inside", calibrated.parent, calibrated / ".." / "out"):
+    for output in (calibrated, calibrated / "inside", calibrated.parent, calibrated / ".." / calibrated.name):
         with pytest.raises(InputError, match="overlaps the model's folder"):
             write(calibrated, output, force=True)
     assert (calibrated / "model.safetensors").exists()
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_computed(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot be written"):
+        check_output(tiny_base_model, tmp_path / "file" / "below", force=False)
+    with pytest.raises(BuildError, match="File name too long"):
+        check_output(tiny_base_model, tmp_path / ("a" * 250), force=False)
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "volume")
+    (tmp_path / "volume").mkdir()
+    with pytest.raises(InputError, match="is a mount point"):
+        check_output(tiny_base_model, tmp_path / "volume", force=False)
+    monkeypatch.chdir(tmp_path / "volume")
+    with pytest.raises(InputError, match=r"--output \. is the current folder"):
+        check_output(tiny_base_model, Path(), force=False)
+    check_output(tiny_base_model, tmp_path / "volume" / "deep" / "out", force=False)
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "volume"}
+
+
+def test_a_link_leads_to_where_the_folder_is_written(tiny_base_model: Path, tmp_path: Path) -> None:
+    """One to nowhere too, and an empty folder that one stands in."""
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    link.symlink_to(disk / "out")
+    write(tiny_base_model, link)
+    assert link.is_symlink()
+    assert (disk / "out" / "futransformer.json").is_file()
+    other = ActivationScales.from_amax(SCALES.amax * 2)
+    write(tiny_base_model, link, force=True, scales=other)
+    assert torch.equal(read_scales(disk / "out", load_config(link)).amax, other.amax)
+    assert [path.name for path in disk.iterdir()] == ["out"]
+
+
+def test_whoever_may_read_the_config_may_read_the_scales(calibrated: Path) -> None:
+    modes = {(calibrated / name).stat().st_mode for name in ("config.json", "fp8_scales.safetensors")}
+    assert len(modes) == 1
 
 
 def test_an_empty_folder_will_do_and_so_will_one_yet_to_be_made(tiny_base_model: Path, tmp_path: Path) -> None:
@@ -171,18 +210,27 @@ def test_a_half_written_folder_is_none(
     assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
 
 
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [(OSError(5, "Input/output error"), BuildError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["disk", "interrupt"],
+)
 def test_the_old_folder_returns_when_the_new_one_cannot_take_its_place(
-    tiny_base_model: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base_model: Path,
+    calibrated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    raised: type[BaseException],
 ) -> None:
     rename = Path.rename
 
     def refuse(self: Path, target: Path) -> Path:
         if self.name == "written":
-            raise OSError(5, "Input/output error")
+            raise fault
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(BuildError, match="Input/output error"):
+    with pytest.raises(raised):
         write(tiny_base_model, calibrated, force=True)
     assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
 
@@ -190,18 +238,27 @@ def test_the_old_folder_returns_when_the_new_one_cannot_take_its_place(
 # Refusals when it is read
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder / "futransformer.json"
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
+def name_as_it_is(folder: Path, name: str) -> None:
+    """Let the description name the file as it lies there."""
+    rewrite(folder, lambda content: content["sha256"].update({name: sha256_of(folder / name)}))
+
+
 def replace_scales(folder: Path, **tensors: torch.Tensor) -> None:
     """Other scales, of the right sha256."""
     save_file(tensors, folder / "fp8_scales.safetensors")
-    digest = sha256_of(folder / "fp8_scales.safetensors")
-    rewrite(folder, lambda content: content.update(sha256={"fp8_scales.safetensors": digest}))
+    name_as_it_is(folder, "fp8_scales.safetensors")
+
+
+def add_line(path: Path) -> None:
+    """Change the file, but not what it says as JSON."""
+    path.write_text(path.read_text() + "\n")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -212,24 +269,48 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no sha256": (lambda f: rewrite(f, lambda c: c.update(sha256={})), "fp8_scales.safetensors must be a string"),
     "no scales": (lambda f: (f / "fp8_scales.safetensors").unlink(), "fp8_scales.safetensors is missing"),
     "other scales": (lambda f: save_file({"scale": SCALES.amax}, f / "fp8_scales.safetensors"), "sha256 differs"),
-    "no maxima": (lambda f: replace_scales(f, scale=SCALES.scale), "amax must be .* is missing"),
+    "no maxima": (lambda f: replace_scales(f, scale=SCALES.scale), "fp8_scales.safetensors lacks 'amax'"),
+    "another config": (lambda f: add_line(f / "config.json"), "config.json is not the file .* its sha256 differs"),
+    "another tokenizer": (lambda f: add_line(f / "tokenizer.json"), "tokenizer.json is not the file"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "a config of no sha256": (lambda f: rewrite(f, lambda c: c["sha256"].pop("config.json")), "config.json must be a"),
+    "the description of another model": (
+        lambda f: rewrite(f, lambda c: c["sha256"].update({"config.json": "0" * 64})),
+        "config.json is not the file",
+    ),
     "scales of another depth": (
         lambda f: replace_scales(f, scale=torch.ones(13), amax=torch.ones(13)),
-        r"scale must be float32 \[9\], but is torch.float32 \[13\]",
+        r"scale must be float32 \[9\], .* but is torch.float32 \[13\]",
     ),
     "another type": (
         lambda f: replace_scales(f, scale=SCALES.scale.double(), amax=SCALES.amax),
-        r"scale must be float32 \[9\], but is torch.float64",
+        r"scale must be float32 \[9\], .* but is torch.float64",
+    ),
+    "a scale without a reciprocal": (
+        lambda f: replace_scales(f, scale=torch.full((9,), 1e-39), amax=SCALES.amax),
+        "scale holds values that no scale",
     ),
     "a scale of zero": (
         lambda f: replace_scales(f, scale=torch.zeros(9), amax=SCALES.amax),
-        "scale holds values that no scale can be",
+        "scale holds values that no scale",
     ),
     "a maximum that is none": (
         lambda f: replace_scales(f, scale=SCALES.scale, amax=torch.full((9,), torch.nan)),
-        "amax holds values that no scale can be",
+        "amax holds values that no amax",
     ),
 }
+
+
+def test_what_is_not_read_may_be_changed(tiny_base_model: Path, tmp_path: Path) -> None:
+    """Licences and pages; and the weights, which are too large to be checked whenever they are loaded."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny_base_model, source)
+    for name in ("README.md", "LICENSE.txt"):
+        (source / name).write_text("ours")
+    out = write(source, tmp_path / "out")
+    for name in ("README.md", "LICENSE.txt"):
+        add_line(out / name)
+    assert torch.equal(read_scales(out, load_config(out)).scale, SCALES.scale)
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -238,18 +319,25 @@ def test_what_is_not_sound_is_refused(calibrated: Path, case: str) -> None:
     damage(calibrated)
     with pytest.raises(CheckpointError, match=message) as refusal:
         Llama.from_pretrained(calibrated, precision="fp8", device="cpu", cache_tokens=64)
-    assert f"futransformer calibrate {calibrated}" in str(refusal.value)
+    assert f"futransformer calibrate '{calibrated}' --output OUT" in str(refusal.value)
     assert str(calibrated) in str(refusal.value).split("calibrate ")[0]
 
 
 def test_a_plain_folder_says_how_to_calibrate(tiny_base_model: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no FP8 scales.*futransformer calibrate .*tiny-base --output tiny"):
+    with pytest.raises(CheckpointError, match=r"has no FP8 scales.*futransformer calibrate .*tiny-base --output OUT"):
         Llama.from_pretrained(tiny_base_model, precision="fp8", device="cpu")
 
 
 def test_a_file_that_is_no_safetensors_is_refused(calibrated: Path) -> None:
     path = calibrated / "fp8_scales.safetensors"
     path.write_bytes(b"\xff" * 100)
-    rewrite(calibrated, lambda c: c.update(sha256={path.name: sha256_of(path)}))
+    name_as_it_is(calibrated, path.name)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_scales(calibrated, load_config(calibrated))
+
+
+def test_a_folder_below_home_is_found(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(calibrated.parent))
+    model = Llama.from_pretrained(f"~/{calibrated.name}", precision="fp8", device="cpu", cache_tokens=64)
+    assert model.scaling is not None
+    assert Tokenizer(f"~/{calibrated.name}").folder == calibrated

@@ -35,6 +35,13 @@ def test_every_code_is_the_nearest(granularity: str) -> None:
     assert (distance <= nearest + 2.0**-24 * scaled.abs().flatten()).all()  # the division is float32's
 
 
+def test_the_weight_stays_as_it_is() -> None:
+    original = weight().float()
+    before = original.clone()
+    quantize_weight("w", original, "tensor")
+    assert torch.equal(original, before)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_the_largest_magnitude_takes_the_largest_code(granularity: str) -> None:
     codes, scale = quantize_weight("w", weight(), granularity)  # type: ignore[arg-type]

@@ -57,6 +57,8 @@ def test_a_sweep_has_candidates_for_every_place_and_none_is_the_incumbent() -> N
 def test_what_no_sweep_can_be_made_of(ops: list[str], count: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_sweep(SMALL, "bf16", HERE, ops, count)
+    with pytest.raises(InputError, match="kernels of fp8-promoted are not tuned"):
+        make_sweep(SMALL, "fp8-promoted", HERE, ["o"], 8)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ class Weight(NamedTuple):
     @classmethod
     def of(cls, natural: Tensor) -> Weight:
         """Quantise a BF16 weight."""
-        weight = quantize_weight("a weight", natural, "tensor")
+        weight = quantize_weight("weight", natural, "tensor")
         return cls(weight.codes, weight.scale.view(()))
 
 
