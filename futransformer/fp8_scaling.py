@@ -4,9 +4,9 @@ L layers write 4 L + 1 FP8 results. Result 4 l + i is read by projection i of la
 
 | i | result | written by | read by |
 | --- | --- | --- | --- |
-| 0 | x | the embedding's gather, or down of the layer before | qkv |
+| 0 | x before qkv | the embedding's gather, or down of the layer before | qkv |
 | 1 | attention output | attention | o |
-| 2 | middle: x after attention | o | gate_up |
+| 2 | x before gate_up | o | gate_up |
 | 3 | h | gate_up | down |
 
 and the last result, x after the last layer, by nobody. All of them share one tensor for each quantity, so that a pass
@@ -43,7 +43,7 @@ HISTORY = 16  # passes that a running scale remembers
 # than any rounding, and a factor of two costs nothing but the lowest of E4M3's 18 binades.
 HEADROOM = 2
 
-RESULTS = ("x", "attention output", "middle", "h")
+RESULTS = ("x before qkv", "attention output", "x before gate_up", "h")
 READERS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
 
 

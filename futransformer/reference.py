@@ -45,7 +45,7 @@ class ReferenceOps:
 
     def describe(self) -> str:
         """See Ops.describe."""
-        rounding = "no rounding" if self.dtype == torch.float32 else "rounding where the BF16 kernels round"
+        rounding = "no rounding" if self.dtype == torch.float32 else "rounding where the kernels round"
         where = "CPU" if self.device.type == "cpu" else str(self.device)
         return f"{where} reference (PyTorch {torch.__version__.split('+')[0]}, float32 inside, {rounding})"
 

@@ -10,6 +10,7 @@ accumulate alone, in float32 and in float64: a value near the boundary of two co
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,17 @@ class DoubleOps(ReferenceOps):
 
 
 def perplexity_rows(
-    ours: Llama, references: dict[str, Llama], bf16: Llama, tokens: list[int], name: str
+    ours: Llama,
+    references: dict[str, Llama],
+    bf16: Llama,
+    tokens: list[int],
+    name: str,
+    calibration: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Frozen, then running scales; ``references``: "float32" and "float64", of the same quantisation."""
+    """Frozen, then running scales, told with what they were calibrated on.
+
+    ``references``: "float32" and "float64", of the same quantisation.
+    """
     unquantised, _ = timed_score(bf16, tokens, batch=BATCH)
     same = {kind: timed_score(model, tokens, batch=BATCH)[0] for kind, model in references.items()}
     rows = []
@@ -52,6 +61,7 @@ def perplexity_rows(
             rivals = {"reference": same["float32"], **rivals}
         case = f"perplexity/{name}/fp8/through=prefill/ctx={CONTEXT}/windows={result.windows}/scales={mode}"
         row = perplexity_row(case, result, rivals, seconds)
+        row |= {"windows_a_pass": BATCH, "calibration": calibration}
         row["percent_over_bf16"] = round(100 * (result.perplexity / unquantised.perplexity - 1), 3)
         row["saturated"] = sum(scaling_of(ours).saturated().values())
         rows.append(row)
@@ -86,13 +96,20 @@ def rows(model: Path, text: str, calibration: str, kernels: Path | None) -> list
         activation_scales=ActivationScales.unknown(config.num_hidden_layers),
         **options,
     )
-    scales = calibrate(ours, tokenizer.encode(calibration), context=CONTEXT).scales
+    found = calibrate(ours, tokenizer.encode(calibration), context=CONTEXT)
+    described = {
+        "text_sha256": hashlib.sha256(calibration.encode()).hexdigest(),
+        "windows": found.windows,
+        "context": found.context,
+    }
     torch.backends.cuda.matmul.allow_tf32 = False
     references = {
-        kind: Llama.from_pretrained(model, ops=ops(config, device=ours.ops.device), activation_scales=scales, **options)
+        kind: Llama.from_pretrained(
+            model, ops=ops(config, device=ours.ops.device), activation_scales=found.scales, **options
+        )
         for kind, ops in (("float32", ReferenceOps), ("float64", DoubleOps))
     }
     bf16 = Llama.from_pretrained(
         model, ops=ReferenceOps(config, device=ours.ops.device), cache_tokens=options["cache_tokens"]
     )
-    return perplexity_rows(ours, references, bf16, tokenizer.encode(text), name)
+    return perplexity_rows(ours, references, bf16, tokenizer.encode(text), name, described)

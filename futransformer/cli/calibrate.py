@@ -52,8 +52,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     check_output(folder, args.output, force=args.force)
     tokens = Tokenizer(folder).encode(text)
-    window = len(choose_windows(tokens, args.context, args.samples)[0])
+    windows = choose_windows(tokens, args.context, args.samples)
+    window = len(windows[0])
     check_window(folder, window)
+    if len(windows) < args.samples or window < args.context:
+        say(f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for")
     unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
     model = load(args, folder, window, unknown)
 

@@ -141,6 +141,7 @@ def _run(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace) -> int:
     import numpy as np  # noqa: PLC0415 - see futransformer.cli
 
+    from futransformer.generator.precision import get_precision  # noqa: PLC0415
     from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415
     from futransformer.kv_cache import pages_for  # noqa: PLC0415
     from futransformer.perplexity import score, split_windows  # noqa: PLC0415
@@ -176,8 +177,10 @@ def _perplexity(args: argparse.Namespace) -> int:
     if args.nll is not None:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
+    decode = get_precision(args.precision).decode.name
     report: dict[str, Any] = {
         **_what_computed(model, args.precision),
+        **({"decode": decode} if args.through == "decode" and decode != args.precision else {}),
         "through": args.through,
         "text": text_name,
         "context": args.context,
@@ -215,7 +218,8 @@ def _saturated(model: Llama) -> dict[str, dict[str, int]]:
     if model.scaling is None or not (counts := model.scaling.saturated()):
         return {}
     worst = max(counts, key=lambda name: counts[name])
-    beyond = f"{sum(counts.values())} FP8 values saturated, most of them in {worst}"
+    total = sum(counts.values())
+    beyond = f"{total} FP8 {'value' if total == 1 else 'values'} saturated, {counts[worst]} of them in {worst}"
     instead = ", or use --fp8-scales running" if model.scaling.mode == "frozen" else ""
     say(f"warning: {beyond}: the text goes beyond what was calibrated; calibrate on text like it{instead}")
     return {"saturated": counts}

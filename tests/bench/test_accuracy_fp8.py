@@ -17,6 +17,7 @@ from futransformer.quantize.calibrate import calibrate
 from futransformer.reference import ReferenceOps
 
 CONTEXT = 8
+CALIBRATION = {"text_sha256": "0" * 64, "windows": 2, "context": CONTEXT}
 TOKENS: list[int] = torch.randint(256, (17 * CONTEXT + 3,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
@@ -40,7 +41,7 @@ def rows(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
         "float64": load(tiny_base_model, scales, accuracy_fp8.DoubleOps),
     }
     bf16 = Llama.from_pretrained(tiny_base_model, ops=ReferenceOps(load_config(tiny_base_model)), cache_tokens=64 * 16)
-    measured = accuracy_fp8.perplexity_rows(ours, references, bf16, TOKENS, "tiny")
+    measured = accuracy_fp8.perplexity_rows(ours, references, bf16, TOKENS, "tiny", CALIBRATION)
     whole = score(bf16, TOKENS, context=CONTEXT).perplexity
     assert all(row["rivals"]["reference-bf16"] == pytest.approx(whole, rel=1e-4) for row in measured)
     return measured
@@ -51,6 +52,7 @@ def test_frozen_and_running_scales_are_told_beside_bf16(rows: list[dict[str, Any
     assert [row["case"] for row in rows] == [f"{base}/scales=frozen", f"{base}/scales=running"]
     for row in rows:
         assert row["tokens"] == 17 * (CONTEXT - 1)
+        assert row["calibration"] == CALIBRATION
         apart = 100 * (row["ours"] / row["rivals"]["reference-bf16"] - 1)
         assert row["percent_over_bf16"] == pytest.approx(apart, abs=0.01)
         assert row["nll_minus_reference-bf16"]["deviation"] > 1e-3  # FP8 is not BF16

@@ -140,19 +140,19 @@ def test_running_scales_remember_how_sequences_begin(tiny_model: Path, scales: A
     )
     model.scaling.mode = "frozen"  # counts alone
     model.prefill([[7]])
-    assert "layer 0, x" in model.scaling.saturated()
+    assert "layer 0, x before qkv" in model.scaling.saturated()
 
 
 def test_what_goes_beyond_the_calibration_saturates_and_is_counted(tiny_model: Path, scales: ActivationScales) -> None:
     model = load(tiny_model, scales)
     assert model.scaling is not None
     before = model.prefill(PROMPTS)
-    assert "layer 0, x" not in model.scaling.saturated()
+    assert "layer 0, x before qkv" not in model.scaling.saturated()
     model.weights.embedding.mul_(3)
     ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
     x = model.weights.embedding[ids].float()
     logits = model.prefill(PROMPTS)
-    assert model.scaling.saturated()["layer 0, x"] == (x.abs() * (1 / scales.scale[0]) > 448).sum() > 0
+    assert model.scaling.saturated()["layer 0, x before qkv"] == (x.abs() * (1 / scales.scale[0]) > 448).sum() > 0
     torch.testing.assert_close(model.scaling.largest()[0], x.abs().max(), rtol=2.0**-20, atol=0)
     assert logits.isfinite().all()
     assert not torch.equal(logits, before)
@@ -234,7 +234,7 @@ def test_calibration_refuses(tiny_base_model: Path) -> None:
         calibrate(Llama.from_pretrained(tiny_base_model, device="cpu"), TOKENS)
     model = load(tiny_base_model)
     model.weights.embedding[TOKENS[0], 3] = torch.inf
-    with pytest.raises(CheckpointError, match=r"(layer 0, x: values that are not finite|logits that are not numbers)"):
+    with pytest.raises(CheckpointError, match=r"(before qkv: values that are not finite|logits that are not numbers)"):
         calibrate(model, TOKENS, context=100)
 
 

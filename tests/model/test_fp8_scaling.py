@@ -159,7 +159,7 @@ def test_saturated_values_are_reported_by_place() -> None:
         h.saturated.add_(3)
         end.saturated.add_(1)
         scaling.finish_pass()
-    assert scaling.saturated() == {"layer 0, x": 2**32 - 2, "layer 0, h": 6, "x after the last layer": 2}
+    assert scaling.saturated() == {"layer 0, x before qkv": 2**32 - 2, "layer 0, h": 6, "x after the last layer": 2}
     scaling.reset()
     assert scaling.saturated() == {}
 

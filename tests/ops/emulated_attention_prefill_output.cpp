@@ -1,6 +1,7 @@
 // Where prefill attention's output goes, in the emulator: a warp's eight rows as wgmma leaves them, of which the last
 // three belong to nobody and hold what must not be noticed.
 #include "epilogue.cuh"
+#include "epilogue_fp8.cuh"
 #include "attention_prefill_output.cuh"
 
 constexpr int kRows = 8, kStored = 5;

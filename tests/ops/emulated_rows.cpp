@@ -1,6 +1,7 @@
 // The row kernels' own source in the emulator: argmax at every alignment with ties and NaN, gather with bad indices,
 // and in FP8.
 #include "epilogue.cuh"
+#include "epilogue_fp8.cuh"
 #include "rows.cuh"
 
 static int failures = 0;

@@ -520,7 +520,7 @@ def test_schedule_in_the_emulator(emulate: Callable[[str], str]) -> None:
 @pytest.mark.compile
 def test_outputs_in_the_emulator(emulate: Callable[..., str]) -> None:
     """Every feature at its place in BF16 and in FP8; maxima and counts of the rows that are stored, of no others."""
-    assert emulate("attention_prefill_output", "epilogue") == ""
+    assert emulate("attention_prefill_output", "epilogue", "epilogue_fp8") == ""
 
 
 @pytest.mark.compile

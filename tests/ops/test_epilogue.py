@@ -228,6 +228,7 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
     template = environment.from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
     emulate(
         "epilogue",
+        "epilogue_fp8",
         "tile_epilogue",
         source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
         runs=runs,

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "epilogue.cuh"
+#include "epilogue_fp8.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {

@@ -12,7 +12,7 @@
 namespace futransformer {
 
 // out[i] = table[indices[i]], sumsq_out[i] = its sum of squares; and of the same row, as far as they are given, residual[i]
-// in float32, and what `Quantise` (epilogue.cuh: StoreFp8) stores. Columns % 8 == 0, rows 16-byte aligned.
+// in float32, and what `Quantise` (epilogue_fp8.cuh: StoreFp8) stores. Columns % 8 == 0, rows 16-byte aligned.
 template <int Columns, int Threads>
 struct GatherRows {
   static constexpr int kVectors = Columns / 8;
