@@ -67,12 +67,17 @@ class KernelLibrary:
             return Kernel(spec, *built[spec.name], device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
+        bf16: dict[Projection, ProjectionGemm] = {}
         for op in PROJECTIONS:
             gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
-        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
+            if op in plan.prefill_bf16:
+                bf16[op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill_bf16[op].items()})
+        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device, bf16)
         self._gather_rows = {phase: GatherRows(kernel(spec)) for phase, spec in plan.gather_rows.items()}
-        self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
+        self._attention_prefill = self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill))
+        if plan.attention_prefill_bf16 is not None:
+            self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill_bf16))
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
@@ -95,7 +100,7 @@ class KernelLibrary:
     def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        operand = self._projections.gemms[phase, op].operand
+        operand = self._projections.gemm(phase, op, logical.dtype).operand
         if (logical.dtype == torch.float8_e4m3fn) != (operand == torch.float8_e4m3fn):
             codes = "codes of futransformer.quantize.fp8.quantize_weight" if operand.itemsize == 1 else "no codes"
             raise InputError(f"pack {op}: the {phase} kernel reads {operand}, give it {codes}, not {logical.dtype}")
@@ -147,7 +152,8 @@ class KernelLibrary:
         fp8: Fp8Output | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill."""
-        return self._attention_prefill(
+        attention = self._attention_prefill_bf16 if fp8 is None else self._attention_prefill
+        return attention(
             q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out, fp8=fp8
         )
 
@@ -220,12 +226,14 @@ def load_kernels(
     folder: Path | None = None,
     progress: Callable[[BuildEvent], None] | None = None,
     batch_invariant: bool = False,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
-    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
+    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8. ``mixed``: of an FP8 prefill, also the
+    kernels for parts of layers that stay in BF16.
     Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
     exported or cached), ToolchainError or BuildError.
     """
@@ -234,6 +242,6 @@ def load_kernels(
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     settings = BuildSettings.from_environment()
     table = exported_table(folder) if folder is not None else schedule_table(settings, device.index)
-    plan = make_plan(model, row, table)
+    plan = make_plan(model, row, table, mixed=mixed)
     built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
     return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

@@ -60,6 +60,21 @@ def test_calibrate_writes_where_its_scales_come_from(tiny_base_model: Path, tmp_
     assert all((scales[name] == again[name]).all() for name in ("scale", "amax"))
 
 
+def test_layers_that_stay_in_bf16_are_said_wherever_the_model_is_used(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "-o", out, "--reference", "--context", 64, "--samples", 1)
+    assert "'2' is none of the parts of 2 layers" in failure(capsys, *command, "--bf16-layers", "1,2")
+    succeed(*command, "--bf16-layers", "0.mlp,1")
+    assert capsys.readouterr().out.endswith(", layers in BF16: 0.mlp, 1\n")
+    assert json.loads((out / "futransformer.json").read_text())["bf16_layers"] == "0.mlp, 1"
+    common = (out, "--reference", "--precision", "fp8", "--json")
+    for use in (("perplexity", "--context", 64, "--windows", 1), ("run", "--prompt", "Hello", "--max-new-tokens", 1)):
+        succeed(use[0], *common, *use[1:])
+        assert json.loads(capsys.readouterr().out)["bf16_layers"] == "0.mlp, 1"
+
+
 def test_the_default_text_is_our_page(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     page = (resources.files("futransformer") / "data" / "sample.txt").read_bytes()
     out = tmp_path / "out"

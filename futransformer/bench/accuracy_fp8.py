@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from futransformer.bench.accuracy import CONTEXT, perplexity_row, timed_score
-from futransformer.fp8_scaling import ActivationScales, Fp8Scales, Fp8Scaling
+from futransformer.fp8_scaling import Fp8Scales, Fp8Scaling
 from futransformer.generator.config import load_config
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.perplexity import PerplexityResult
 from futransformer.quantize.calibrate import calibrate
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
 
@@ -93,7 +94,7 @@ def rows(model: Path, text: str, calibration: str, kernels: Path | None) -> list
         model,
         kernels=kernels / f"{name}-fp8" if kernels else None,
         device="cuda",
-        activation_scales=ActivationScales.unknown(config.num_hidden_layers),
+        recipe=Fp8Recipe.unknown(config.num_hidden_layers),
         **options,
     )
     found = calibrate(ours, tokenizer.encode(calibration), context=CONTEXT)
@@ -105,7 +106,7 @@ def rows(model: Path, text: str, calibration: str, kernels: Path | None) -> list
     torch.backends.cuda.matmul.allow_tf32 = False
     references = {
         kind: Llama.from_pretrained(
-            model, ops=ops(config, device=ours.ops.device), activation_scales=found.scales, **options
+            model, ops=ops(config, device=ours.ops.device), recipe=Fp8Recipe(found.scales), **options
         )
         for kind, ops in (("float32", ReferenceOps), ("float64", DoubleOps))
     }

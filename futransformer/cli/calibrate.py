@@ -37,28 +37,35 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--precision", choices=FP8_PRECISIONS, default=default, help=f"what to calibrate for (default: {default})"
     )
+    parser.add_argument(
+        "--bf16-layers",
+        metavar="PARTS",
+        help="layers that stay in BF16, or parts of them: 0,1.attention,29.mlp",
+    )
     parser.set_defaults(handler=_calibrate, fp8_scales=None)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from futransformer.fp8_scaling import ActivationScales  # noqa: PLC0415 - see futransformer.cli
-    from futransformer.generator.config import load_config  # noqa: PLC0415
+    from futransformer.generator.config import load_config  # noqa: PLC0415 - see futransformer.cli
     from futransformer.generator.precision import get_precision  # noqa: PLC0415
+    from futransformer.layer_parts import format_parts, parse_parts  # noqa: PLC0415
     from futransformer.quantize.calibrate import RULE, calibrate, choose_windows  # noqa: PLC0415
     from futransformer.quantize.folder import check_output, write_folder  # noqa: PLC0415
+    from futransformer.quantize.recipe import Fp8Recipe  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
     text_name, text = read_text(args.text)
     folder = model_folder(args.model)
     check_output(folder, args.output, force=args.force)
+    layers = load_config(folder).num_hidden_layers
+    bf16 = parse_parts(args.bf16_layers, layers) if args.bf16_layers else frozenset()
     tokens = Tokenizer(folder).encode(text)
     windows = choose_windows(tokens, args.context, args.samples)
     window = len(windows[0])
     check_window(folder, window)
     if len(windows) < args.samples or window < args.context:
         say(f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for")
-    unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
-    model = load(args, folder, window, unknown)
+    model = load(args, folder, window, Fp8Recipe.unknown(layers, bf16))
 
     def show(done: int, total: int) -> None:
         say(f"{done} of {total} readings")
@@ -73,9 +80,15 @@ def _calibrate(args: argparse.Namespace) -> int:
         "backend": model.ops.describe(),
         "saturated": result.saturated,
     }
-    write_folder(folder, args.output, result.scales, get_precision(args.precision), calibration, force=args.force)
+    recipe = Fp8Recipe(result.scales, bf16)
+    write_folder(folder, args.output, recipe, get_precision(args.precision), calibration, force=args.force)
+    plain = format_parts(bf16)
     if args.json:
-        print(json.dumps({"model": model.config.name, "output": str(args.output), **calibration}, indent=2))
+        report = {"model": model.config.name, "output": str(args.output), "bf16_layers": plain, **calibration}
+        print(json.dumps(report, indent=2))
     else:
-        print(f"{args.output}: {model.config.name} with FP8 scales of {result.windows} x {result.context} tokens")
+        beside = f", layers in BF16: {plain}" if plain else ""
+        print(
+            f"{args.output}: {model.config.name} with FP8 scales of {result.windows} x {result.context} tokens{beside}"
+        )
     return 0

@@ -14,6 +14,7 @@ from futransformer.generator.config import load_config
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.calibrate import calibrate
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 
 CONTEXT = 8
@@ -24,7 +25,7 @@ TOKENS: list[int] = torch.randint(256, (17 * CONTEXT + 3,), generator=torch.Gene
 def load(folder: Path, scales: ActivationScales, ops: type[ReferenceOps] = ReferenceOps, **options: Any) -> Llama:
     config = load_config(folder)
     made = ops(config, **options)
-    return Llama.from_pretrained(folder, ops=made, precision="fp8", activation_scales=scales, cache_tokens=64 * 16)
+    return Llama.from_pretrained(folder, ops=made, precision="fp8", recipe=Fp8Recipe(scales), cache_tokens=64 * 16)
 
 
 @pytest.fixture

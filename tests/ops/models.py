@@ -41,7 +41,8 @@ MADE_UP: dict[str, LlamaConfig] = {
     )
 }
 
-# The same shapes where a prompt is read in FP8; the odd one with a scale a weight row and promoted sums.
+# The same shapes where a prompt is read in FP8, parts of layers in BF16; the odd one with a scale a weight row and
+# promoted sums.
 _BF16, _FP8 = get_precision("bf16"), get_precision("fp8")
 FP8: dict[str, Precision] = {
     "smollm2-135m-fp8": _FP8,
@@ -120,12 +121,15 @@ def precision_of(name: str) -> Precision:
 def tested_plan(name: str) -> Plan:
     """The kernels of a model that are tested."""
     precision = precision_of(name)
-    plan = make_plan(model_config(name), precision)
+    plan = make_plan(model_config(name), precision, mixed=name in FP8)
     if name in WHOLE:
         return plan
-    prefill = {op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in plan.prefill.items()}
+    prefill, prefill_bf16 = (
+        {op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in gemms.items()}
+        for gemms in (plan.prefill, plan.prefill_bf16)
+    )
     decode = {op: {BATCH_TILES[0]: by_batch[BATCH_TILES[0]]} for op, by_batch in plan.decode.items()}
-    return replace(plan, prefill=prefill, decode=decode)
+    return replace(plan, prefill=prefill, prefill_bf16=prefill_bf16, decode=decode)
 
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:

@@ -129,6 +129,8 @@ def stand_in_library(
     monkeypatch: pytest.MonkeyPatch,
     kernel: type[StandInKernel] = StandInKernel,
     precision: str | Precision = "bf16",
+    *,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
     ops = ReferenceOps(config)
@@ -137,7 +139,7 @@ def stand_in_library(
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
     precision = get_precision(precision)
-    plan = make_plan(config, precision)
+    plan = make_plan(config, precision, mixed=mixed)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)
     built.capturable = False  # there are no graphs without a GPU
