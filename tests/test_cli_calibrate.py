@@ -75,6 +75,22 @@ def test_layers_that_stay_in_bf16_are_said_wherever_the_model_is_used(
         assert json.loads(capsys.readouterr().out)["bf16_layers"] == "0.mlp, 1"
 
 
+def test_weights_by_gptq_are_kept_and_read(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    nearest, out = tmp_path / "nearest", tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "--reference", "--context", 64, "--samples", 4, "-o")
+    succeed(*command, nearest)
+    succeed(*command, out, "--weights", "gptq")
+    assert "rounded the weights of layer 1, down\n" in capsys.readouterr().err
+    described = [json.loads((folder / "futransformer.json").read_text()) for folder in (nearest, out)]
+    assert [said["fp8_scales"]["weights"] for said in described] == ["rtn", "gptq"]
+    assert [said["fp8_weights"] is None for said in described] == [True, False]
+    perplexities = []
+    for folder in (nearest, out):
+        succeed("perplexity", folder, "--reference", "--context", 64, "--windows", 2, "--precision", "fp8", "--json")
+        perplexities.append(json.loads(capsys.readouterr().out)["perplexity"])
+    assert perplexities[0] != perplexities[1]
+
+
 def test_the_default_text_is_our_page(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     page = (resources.files("futransformer") / "data" / "sample.txt").read_bytes()
     out = tmp_path / "out"

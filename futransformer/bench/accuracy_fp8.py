@@ -105,9 +105,7 @@ def rows(model: Path, text: str, calibration: str, kernels: Path | None) -> list
     }
     torch.backends.cuda.matmul.allow_tf32 = False
     references = {
-        kind: Llama.from_pretrained(
-            model, ops=ops(config, device=ours.ops.device), recipe=Fp8Recipe(found.scales), **options
-        )
+        kind: Llama.from_pretrained(model, ops=ops(config, device=ours.ops.device), recipe=found.recipe, **options)
         for kind, ops in (("float32", ReferenceOps), ("float64", DoubleOps))
     }
     bf16 = Llama.from_pretrained(

@@ -42,12 +42,22 @@ def add_parsers(subparsers: Subparsers) -> None:
         metavar="PARTS",
         help="layers that stay in BF16, or parts of them: 0,1.attention,29.mlp",
     )
+    parser.add_argument(
+        "--weights",
+        choices=("rtn", "gptq"),
+        default="rtn",
+        help="how FP8 weights are rounded: each to nearest when the model is loaded, or by GPTQ, for the text, now "
+        "(default: rtn)",
+    )
     parser.set_defaults(handler=_calibrate, fp8_scales=None)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from futransformer.generator.config import load_config  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.checkpoint import load_checkpoint  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.generator.config import load_config  # noqa: PLC0415
     from futransformer.generator.precision import get_precision  # noqa: PLC0415
+    from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415
+    from futransformer.kv_cache import pages_for  # noqa: PLC0415
     from futransformer.layer_parts import format_parts, parse_parts  # noqa: PLC0415
     from futransformer.quantize.calibrate import RULE, calibrate, choose_windows  # noqa: PLC0415
     from futransformer.quantize.folder import check_output, write_folder  # noqa: PLC0415
@@ -65,14 +75,22 @@ def _calibrate(args: argparse.Namespace) -> int:
     check_window(folder, window)
     if len(windows) < args.samples or window < args.context:
         say(f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for")
-    model = load(args, folder, window, Fp8Recipe.unknown(layers, bf16))
-
-    def show(done: int, total: int) -> None:
-        say(f"{done} of {total} readings")
-
-    result = calibrate(model, tokens, context=args.context, samples=args.samples, progress=show)
+    precision = get_precision(args.precision)
+    by_gptq = args.weights == "gptq"
+    rows = window * len(windows) if by_gptq else window  # of a pass
+    model = load(args, folder, pages_for(window) * PAGE_SIZE * (rows // window), Fp8Recipe.unknown(layers, bf16), rows)
+    checkpoint = load_checkpoint(folder, model.config)
+    result = calibrate(
+        model,
+        tokens,
+        context=args.context,
+        samples=args.samples,
+        progress=say,
+        gptq=(checkpoint, precision.weight_scales) if by_gptq else None,
+    )
     calibration = {
         "rule": RULE,
+        "weights": args.weights,
         "text": Path(text_name).name,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "windows": result.windows,
@@ -80,8 +98,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         "backend": model.ops.describe(),
         "saturated": result.saturated,
     }
-    recipe = Fp8Recipe(result.scales, bf16)
-    write_folder(folder, args.output, recipe, get_precision(args.precision), calibration, force=args.force)
+    write_folder(folder, args.output, result.recipe, precision, calibration, force=args.force)
     plain = format_parts(bf16)
     if args.json:
         report = {"model": model.config.name, "output": str(args.output), "bf16_layers": plain, **calibration}

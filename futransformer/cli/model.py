@@ -257,10 +257,16 @@ def check_window(folder: Path, tokens: int) -> None:
         )
 
 
-def load(args: argparse.Namespace, folder: Path, cache_tokens: int, recipe: Fp8Recipe | None = None) -> Llama:
-    """Load the model and say what computes."""
+def load(
+    args: argparse.Namespace,
+    folder: Path,
+    cache_tokens: int,
+    recipe: Fp8Recipe | None = None,
+    max_rows: int | None = None,
+) -> Llama:
+    """Load the model and say what computes; ``max_rows`` of a pass, if there is a reason for another number."""
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
-    from futransformer.model import Llama  # noqa: PLC0415
+    from futransformer.model import MAX_ROWS, Llama  # noqa: PLC0415
 
     if args.fp8_scales is not None and get_precision(args.precision).prefill != E4M3:
         raise InputError(f"--fp8-scales is of FP8: add --precision {FP8_PRECISIONS[0]}, or leave it out")
@@ -277,6 +283,7 @@ def load(args: argparse.Namespace, folder: Path, cache_tokens: int, recipe: Fp8R
         progress=say,
         fp8_scales=args.fp8_scales or "frozen",
         recipe=recipe,
+        max_rows=max_rows or MAX_ROWS,
     )
     say(f"{model.config.name} on: {model.ops.describe()}")
     return model
