@@ -25,7 +25,7 @@ ROWS = 4096  # of a Gram matrix's operands, in float32 at a time
 
 
 class SequentialOps:
-    """Ops that round a projection's FP8 weight again when it is called, put it into the model, and go on with it.
+    """Ops that round a projection's FP8 weight again, in the model, before it is called.
 
     Every projection must be called once with all rows of the text.
     """
@@ -55,13 +55,13 @@ class SequentialOps:
     def qkv(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, *inputs: Any, scale: Any = None) -> Any:
         """See Ops.qkv."""
         if scale is not None:
-            weight = self._rounded(x, self._rstd(sumsq), weight)
+            self._round(x, self._rstd(sumsq), weight)
         return self._ops.qkv(phase, x, sumsq, weight, *inputs, scale=scale)
 
     def gate_up(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, **options: Any) -> Any:
         """See Ops.gate_up."""
         if options["scale"] is not None:
-            weight = self._rounded(x, self._rstd(sumsq), weight)
+            self._round(x, self._rstd(sumsq), weight)
         return self._ops.gate_up(phase, x, sumsq, weight, **options)
 
     def o(self, *inputs: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ class SequentialOps:
         operation = getattr(self._ops, op)
         if options["scale"] is not None:
             added = operation(phase, x, weight, residual.clone(), **options)
-            weight = self._rounded(x, self._rstd(added.sumsq), weight)
+            self._round(x, self._rstd(added.sumsq), weight)
         return operation(phase, x, weight, residual, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,8 +88,8 @@ class SequentialOps:
         config = self._model.config
         return torch.rsqrt(sumsq.sum(1, keepdim=True) / config.hidden_size + config.rms_norm_eps)
 
-    def _rounded(self, x: Tensor, row_weights: Tensor, packed: Tensor) -> Tensor:
-        """The weight to use in the place of ``packed``, packed too, rounded for operands ``x`` (codes)."""
+    def _round(self, x: Tensor, row_weights: Tensor, packed: Tensor) -> None:
+        """Round a weight for operands ``x`` (codes), in place: graphs of earlier passes read it where it is."""
         layer, op = self._place[id(packed)]
         if self._layer is None or self._layer[0] != layer:
             self._layer = layer, self._checkpoint.layer(layer)
@@ -99,10 +99,8 @@ class SequentialOps:
         rounded = gptq(logical, gram_of(x, row_weights), Fp8Grid(scale))
         codes = codes_of(rounded, scale[:, None])
         self.weights[layer, op] = Fp8Weight(codes.cpu(), scale.cpu())
-        packed = self._ops.pack(op, "prefill", codes)
-        getattr(self._model.weights.layers[layer], op)["prefill"] = packed
+        packed.copy_(self._ops.pack(op, "prefill", codes))
         self._progress(f"rounded the weights of layer {layer}, {op}")
-        return packed
 
 
 def gram_of(operands: Tensor, row_weights: Tensor) -> Tensor:
