@@ -75,6 +75,21 @@ def test_layers_that_stay_in_bf16_are_said_wherever_the_model_is_used(
         assert json.loads(capsys.readouterr().out)["bf16_layers"] == "0.mlp, 1"
 
 
+def test_layers_that_stay_in_bf16_are_chosen(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "-o", out, "--reference", "--context", 64, "--samples", 2)
+    assert "auto:3: give auto:N with N above 0" in failure(capsys, *command, "--bf16-layers", "auto:3")
+    succeed(*command, "--bf16-layers", "auto:0.5", "--json")
+    captured = capsys.readouterr()
+    assert "layer 1, mlp: " in captured.err
+    report = json.loads(captured.out)
+    assert report["bf16_layers"]
+    assert f"in BF16: {report['bf16_layers']}\n" in captured.err
+    said = json.loads((out / "futransformer.json").read_text())
+    assert said["bf16_layers"] == report["bf16_layers"]
+    assert len(said["fp8_scales"]["effects"]) == 4
+
+
 def test_weights_by_gptq_are_kept_and_read(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     nearest, out = tmp_path / "nearest", tmp_path / "out"
     command = ("calibrate", tiny_base_model, "--reference", "--context", 64, "--samples", 4, "-o")

@@ -78,7 +78,7 @@ def calibrate(
     scaling.use(ActivationScales.unknown(model.config.num_hidden_layers))
     weights: WeightCodes = {}
     try:
-        model.ops = cast("Ops", _LearningOps(ops, scaling))
+        model.ops = cast("Ops", LearningOps(ops, scaling))
         if gptq is None:
             first = _read(model, scaling, windows, progress, 0, 2 * len(windows))
         else:
@@ -138,7 +138,7 @@ def _largest(model: Llama, scaling: Fp8Scaling) -> Tensor:
     return amax
 
 
-class _LearningOps:
+class LearningOps:
     """Ops whose FP8 results are written by the scale of their own largest magnitude."""
 
     capturable = False  # nor replayed: a pass that was captured before would learn nothing
