@@ -66,6 +66,14 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument(
         "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
     )
+    bench.add_argument(
+        "--recipe",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="accuracy of fp8: rtn or gptq, and after a + what stays in BF16, as in gptq+auto:4; several are measured "
+        "one after another, the last in full (default: rtn)",
+    )
     bench.set_defaults(handler=_bench)
 
 
@@ -119,7 +127,8 @@ def _accuracy(args: argparse.Namespace) -> int:
     model = model_folder(args.model)
     if args.precision == "fp8":
         _, calibration = read_text(args.calibration)
-        rows = accuracy_fp8.rows(model, text, calibration, args.kernels)
+        recipes = list(dict.fromkeys(args.recipe)) or [accuracy_fp8.NEAREST]
+        rows = accuracy_fp8.rows(model, text, calibration, args.kernels, recipes)
     else:
         rows = accuracy.rows(model, text, args.kernels)
     content = results.document(ACCURACY, where, rows, precision=args.precision)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from futransformer.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from futransformer.quantize.recipe import Fp8Recipe
 
 AUTO = "auto:"
 
+Weights = Literal["rtn", "gptq"]  # rounded to nearest, or by GPTQ
 Load = Callable[[Fp8Recipe, int, int], Llama]  # a recipe to begin with, tokens of the cache, rows of a pass
 
 
@@ -28,7 +30,7 @@ class Method:
     """How a recipe is made."""
 
     bf16: Parts | float = frozenset()  # those parts, or the costliest, as large as so many layers
-    weights: Literal["rtn", "gptq"] = "rtn"  # rounded to nearest, or by GPTQ
+    weights: Weights = "rtn"
     context: int = 1024
     samples: int = 8
 
@@ -40,7 +42,7 @@ class Made:
     model: Llama
     calibration: Calibration
     method: Method
-    effects: dict[Part, float] = field(default_factory=dict)  # nats a token, where parts were chosen by them
+    effects: Mapping[Part, float]  # nats a token, where parts were chosen by them
 
     def described(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -79,12 +81,18 @@ def make_recipe(
     tokens: Sequence[int],
     method: Method,
     progress: Progress = lambda line: None,
+    *,
+    effects: Mapping[Part, float] = MappingProxyType({}),
 ) -> Made:
-    """Choose the parts if they are not named, then calibrate; ``load`` may be called twice."""
+    """Choose the parts if they are not named, then calibrate; ``load`` may be called twice.
+
+    ``effects``: those that were measured before, if they were.
+    """
     layers = config.num_hidden_layers
-    effects: dict[Part, float] = {}
     if isinstance(method.bf16, frozenset):
-        bf16 = method.bf16
+        bf16, effects = method.bf16, {}
+    elif effects:
+        bf16 = choose.choose_parts(effects, config, method.bf16)
     else:
         short = choose_windows(tokens, min(method.context, choose.CONTEXT), choose.WINDOWS)
         plain = _loaded_for(load, Fp8Recipe.unknown(layers, frozenset(all_parts(layers))), short, len(short))
