@@ -119,8 +119,8 @@ class KVCache:
         return any(missing)
 
     def release(self, sequences: Iterable[CachedSequence]) -> None:
-        """Take all pages back; the sequences are empty afterwards."""
-        for sequence in sequences:
+        """Take all pages back, to be handed out again in the same order; the sequences are empty afterwards."""
+        for sequence in reversed(list(sequences)):
             self._free += reversed(sequence.pages)
             sequence.pages, sequence.length = [], 0
 

@@ -27,10 +27,11 @@ from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
+from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
 from futransformer.ops.validate import DTYPES
+from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
 from futransformer.quantize.folder import read_scales
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.reference import ReferenceOps
@@ -53,7 +54,7 @@ class LlamaWeights:
 
     embedding: Tensor
     rope_table: Tensor
-    layers: list[LayerWeights]
+    layers: Sequence[LayerWeights]
     lm_head: Packed
     scales: tuple[Tensor, ...] = ()  # of the FP8 weights: each layer's READERS, in order, as their GEMMs read them
 
@@ -90,6 +91,7 @@ class Llama:
         self.max_rows = max_rows
         self.scaling = scaling
         self.sequences: list[CachedSequence] = []
+        self._short_passes = PrefillGraphs(self._prefill_logits, cache.device)
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
         self._room = 0  # decode steps until a sequence needs a page
@@ -224,46 +226,34 @@ class Llama:
         self, prompts: Sequence[Sequence[int]], chunks: Sequence[Chunk], rows: Literal["last", "all"]
     ) -> Tensor:
         """One pass over these chunks; logits of all their rows, or of the rows that end a prompt."""
-        device = self.cache.device
-        sequences = [self.sequences[chunk.index] for chunk in chunks]
-        tokens: list[int] = []
-        positions: list[int] = []
-        owners: list[int] = []
-        offsets, lengths, last = [0], [], []
-        for owner, (chunk, sequence) in enumerate(zip(chunks, sequences, strict=True)):
-            count = chunk.stop - chunk.start
-            tokens += prompts[chunk.index][chunk.start : chunk.stop]
-            positions += range(sequence.length, sequence.length + count)
-            owners += [owner] * count
-            sequence.length += count
-            lengths.append(sequence.length)
-            offsets.append(offsets[-1] + count)
-            if chunk.stop == len(prompts[chunk.index]):
-                last.append(offsets[-1] - 1)
-        block_table = self.cache.block_table(sequences)
-        position = upload(positions, torch.int32, device)
-        rows_of_pass = PrefillPass(
-            positions=position,
-            slots=token_slots(block_table, upload(owners, torch.int64, device), position),
-            block_table=block_table,
-            cu_seqlens_q=upload(offsets, torch.int32, device),
-            seqlens_k=upload(lengths, torch.int32, device),
-            max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
-        )
-        ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
+        rows_of_pass = HostPass()
+        for chunk in chunks:
+            prompt = prompts[chunk.index]
+            ends = chunk.stop == len(prompt)
+            rows_of_pass.add(self.sequences[chunk.index], prompt[chunk.start : chunk.stop], ends=ends)
+        shape, device = rows_of_pass.shape, self.cache.device
+        if self.ops.capturable and rows == "last" and shape.ends and shape.rows <= CAPTURED_ROWS:
+            logits = self._short_passes.run(rows_of_pass).clone()
+        else:
+            buffer = rows_of_pass.buffer(shape, pinned=device.type == "cuda").to(device, non_blocking=True)
+            inputs = PassInputs.of(buffer, shape)
+            logits = self._prefill_logits(inputs, inputs.prefill_pass(rows_of_pass.longest), rows)
+        if self.scaling is not None:
+            self.scaling.finish_pass(begins=0 in rows_of_pass.starts)
+        return logits
+
+    def _prefill_logits(
+        self, inputs: PassInputs, rows_of_pass: PrefillPass, rows: Literal["last", "all"] = "last"
+    ) -> Tensor:
         with self.ops.chain():  # opened when all that its kernels may read early is on its way
-            stream = self._forward(ids, rows_of_pass)
+            stream = self._forward(inputs.tokens, rows_of_pass)
             # the head reads the residual, which is BF16 where x is FP8
             x, sumsq = stream.residual, stream.sumsq
             if rows == "last":
-                x, sumsq, _ = self.ops.gather_rows("prefill", x, ends)
+                x, sumsq, _ = self.ops.gather_rows("prefill", x, inputs.ends)
             if len(x):
-                logits = self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
-            else:
-                logits = torch.empty(0, self.config.vocab_size, device=device)
-        if self.scaling is not None:
-            self.scaling.finish_pass(begins=0 in positions)
-        return logits
+                return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+            return torch.empty(0, self.config.vocab_size, device=x.device)
 
     # Decode
 

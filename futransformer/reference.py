@@ -117,8 +117,10 @@ class ReferenceOps:
         fp8: Fp8Output | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros."""
-        attended = torch.empty_like(q, dtype=self.dtype if fp8 is None else torch.float32)
+        """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros; one of no
+        sequence, NaN, which a kernel leaves unwritten.
+        """
+        attended = torch.full_like(q, torch.nan, dtype=self.dtype if fp8 is None else torch.float32)
         offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
         for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
             seeing = max(start, stop - length)

@@ -47,7 +47,7 @@ class Ops(Protocol):
     """
 
     device: torch.device
-    capturable: bool  # whether decode operations may be captured in a CUDA graph
+    capturable: bool  # whether operations may be captured in a CUDA graph
 
     def describe(self) -> str:
         """Say in one line what computes: the card and its kernels, or the CPU reference."""

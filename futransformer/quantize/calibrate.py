@@ -97,6 +97,8 @@ def _read(model: Llama, scaling: Fp8Scaling, windows: Sequence[Sequence[int]], p
 class _LearningOps:
     """Ops whose FP8 results are written by the scale of their own largest magnitude."""
 
+    capturable = False  # nor replayed: a pass that was captured before would learn nothing
+
     def __init__(self, ops: Ops, scaling: Fp8Scaling) -> None:
         self._ops = ops
         self._scaling = scaling
