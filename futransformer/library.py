@@ -132,10 +132,21 @@ class KernelLibrary:
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         return self._projections.qkv(
-            phase, x, sumsq, weight, rope_table, positions, slots, k_pages, v_pages, scale=scale
+            phase,
+            x,
+            sumsq,
+            weight,
+            rope_table,
+            positions,
+            slots,
+            k_pages,
+            v_pages,
+            scale=scale,
+            kv_scale=kv_scale,
         )
 
     def attention_prefill(
@@ -150,11 +161,21 @@ class KernelLibrary:
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill."""
         attention = self._attention_prefill_bf16 if fp8 is None else self._attention_prefill
         return attention(
-            q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out, fp8=fp8
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            cu_seqlens_q,
+            seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            out=out,
+            fp8=fp8,
+            kv_scale=kv_scale,
         )
 
     def attention_decode(
@@ -167,9 +188,12 @@ class KernelLibrary:
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_decode."""
-        return self._attention_decode(q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out)
+        return self._attention_decode(
+            q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out, kv_scale=kv_scale
+        )
 
     def o(
         self,

@@ -30,6 +30,7 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
+from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
@@ -150,8 +151,11 @@ class Llama:
                 batch_invariant=batch_invariant,
                 mixed=bool(bf16),
             )
-        kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
+        kv_scales = torch.ones(config.num_hidden_layers, 2) if precision.kv == E4M3 else None
+        kv_dtype = DTYPES[precision.kv]
+        if isinstance(ops, ReferenceOps) and (kv_scales is None or ops.dtype == torch.float32):
+            kv_dtype = ops.dtype
+        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
             weights = load_weights(checkpoint, config, ops, precision, recipe)
         scaling = None
@@ -382,7 +386,17 @@ class Llama:
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]
-            stream = llama_block(self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages, scales)
+            stream = llama_block(
+                self.ops,
+                layer,
+                stream,
+                rows,
+                self.weights.rope_table,
+                k_pages,
+                v_pages,
+                scales,
+                self.cache.scale(index),
+            )
         return stream
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .config import LlamaConfig
 from .errors import UnsupportedError
@@ -88,7 +88,7 @@ def make_plan(
         gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)
     elif mixed:
         raise UnsupportedError(f"{row.name} reads prompts in BF16 throughout: leave mixed out")
-    plain = get_precision("bf16")
+    plain = replace(get_precision("bf16"), kv=row.kv)
 
     def prefill(precision: Precision, ops: Iterable[str]) -> dict[str, dict[int, GemmSpec]]:
         return {op: gemm_specs(op, *shapes[op], precision, heads if op == "qkv" else None, table) for op in ops}

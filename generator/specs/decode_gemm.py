@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..precision import Element
-from .base import DECODE_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
+from ..precision import BF16, Element
+from .base import (
+    DECODE_EPILOGUES,
+    MAX_SHARED_BYTES,
+    Heads,
+    KernelSpec,
+    Param,
+    epilogue_params,
+    pointer,
+    shared_share,
+    with_kv,
+)
 
 ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
@@ -57,12 +67,14 @@ class DecodeGemmSpec(KernelSpec):
     next_at: str = "end"
     rotate: bool = False
     max_registers: int = 0
+    kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.batch_tile in (8, 16, 32, 64), "batch_tile must be 8, 16, 32 or 64")
+        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
             self.row_tiles % self.warp_rows == 0 and self.row_tiles % self.split_k == 0,
@@ -130,7 +142,7 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
-        return DECODE_EPILOGUES[self.op]
+        return with_kv(DECODE_EPILOGUES[self.op], self.kv)
 
     @property
     def name(self) -> str:

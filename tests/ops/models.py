@@ -49,11 +49,17 @@ FP8: dict[str, Precision] = {
     "llama-3.1-8b-fp8": _FP8,
     "odd-fp8": get_precision("fp8-promoted"),
 }
+# The same over a cache of E4M3; the larger one's prompts are read in FP8 as well.
+KV8: dict[str, Precision] = {
+    "smollm2-135m-kv8": get_precision("bf16-kv8"),
+    "group16-kv8": get_precision("bf16-kv8"),
+    "llama-3.1-8b-kv8": get_precision("fp8-kv8"),
+}
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
 # and the decode GEMM of the fewest serve all. That saves two kernels of three.
 WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8")
-MODELS = (*WHOLE, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5")
+MODELS = (*WHOLE, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8)
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
 # is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
@@ -109,13 +115,13 @@ TAILS_NAME = "tails"
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
-    name = name.removesuffix("-fp8")
+    name = name.removesuffix("-fp8").removesuffix("-kv8")
     return MADE_UP[name] if name in MADE_UP else load_config(name)
 
 
 def precision_of(name: str) -> Precision:
     """The precision of a model's tested kernels."""
-    return FP8.get(name, _BF16)
+    return {**FP8, **KV8}.get(name, _BF16)
 
 
 def tested_plan(name: str) -> Plan:

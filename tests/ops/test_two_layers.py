@@ -18,19 +18,20 @@ from futransformer.checkpoint import rope_table
 from futransformer.fp8_scaling import READERS, block_scales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3_MAX, Granularity, get_precision
+from futransformer.generator.precision import E4M3, E4M3_MAX, Granularity, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
 from futransformer.layer_parts import HALF_OF, Part, Parts, parse_parts
 from futransformer.library import KernelLibrary
 from futransformer.model import PHASES, Llama, LlamaWeights
 from futransformer.ops.interface import Fp8Output, Ops, Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
-from tests.ops.fp8 import E4M3_ROUNDING, fp8_output, quantised, unbounded
+from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 
 # hidden_size 2048, 3072, 5120, 8192, and one that is no power of two
 EVERY_WIDTH = ("group16", "llama-3.2-3b", "group5", "llama-3-70b", "odd")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+KV8_MODELS = ("smollm2-135m-kv8", "group16-kv8")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
@@ -79,10 +80,13 @@ class RandomModel:
         ]
         return LlamaWeights(self.embedding, self.rope_table, layers, pack("lm_head", self.lm_head))
 
-    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024) -> Llama:
-        """The model with a cache of its own, all of it NaN."""
+    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024, *, codes: bool = False) -> Llama:
+        """The model with a cache of its own, all of it NaN; of ``codes``, which the exact reference does not round."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype)
+        scales = torch.tensor([KV_SCALE, KV_SCALE[::-1]]) if codes else None
+        if codes and dtype == torch.bfloat16:
+            dtype = torch.float8_e4m3fn
+        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype, scales=scales)
         cache.pool.fill_(torch.nan)
         return Llama(self.config, ops, weights, cache)
 
@@ -95,8 +99,9 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
     random = RandomModel(ops.config, ops.device)
     references = [ReferenceOps(ops.config, device=ops.device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     shared = random.weights(references[0])  # float32, whatever is rounded
-    exact, rounded = (random.on(reference, shared) for reference in references)
-    ours = random.on(ops, random.weights(ops))
+    codes = ops.precision.kv == E4M3
+    exact, rounded = (random.on(reference, shared, codes=codes) for reference in references)
+    ours = random.on(ops, random.weights(ops), codes=codes)
     generator = torch.Generator().manual_seed(2)
 
     def tokens(count: int) -> list[int]:
@@ -114,13 +119,14 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", EVERY_WIDTH)
+@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS)
 def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
-def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_logits(stand_in_library(TINY, monkeypatch), (1, 17, 65))
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8"])
+def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 
 
 # FP8 prefill
@@ -258,7 +264,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
     """Steps replayed from graphs, across pages, have the bits of eager ones, and leave no counter behind."""
     random = RandomModel(ops.config, ops.device)
     weights = random.weights(ops)
-    eager, replayed = (random.on(ops, weights, 2048) for _ in range(2))
+    eager, replayed = (random.on(ops, weights, 2048, codes=ops.precision.kv == E4M3) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(ops.config.vocab_size, (start,), generator=generator).tolist() for start in STARTS]
     for model in (eager, replayed):
@@ -278,7 +284,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1])
 def test_replayed_steps_equal_eager_ones(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     ops = gpu_ops(model)
     monkeypatch.delattr(ops._projections, "_empty")  # filling outputs in between would keep launches from overlapping
