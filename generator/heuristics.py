@@ -254,7 +254,7 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
     tiles, units = n // ROW_TILE, k // group_k
     row_tiles, split_k = _wide(tiles, batch_tile, 1) or 1, 1
     most = min(8, batch_tile // 4)
-    while row_tiles < most and split_k < 4 and tiles % (2 * row_tiles) == 0 and units % (2 * split_k) == 0:
+    while 2 * row_tiles <= most and tiles % (2 * row_tiles) == 0 and units % (2 * split_k) == 0:
         row_tiles, split_k = 2 * row_tiles, 2 * split_k
     by_lanes = batch_tile <= 8 or (batch_tile <= 32 and row_tiles <= 4)
     if by_lanes:
