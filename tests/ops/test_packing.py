@@ -195,9 +195,29 @@ def test_fragments_against_cute(with_cute: Callable[[str], Path], tmp_path: Path
     files = [tmp_path / name for name in ("weight", "x", "out")]
     for file, tensor in zip(files, (pack_decode("o", weight), x), strict=False):
         file.write_bytes(tensor.view(torch.int16).numpy().tobytes())
-    subprocess.run([with_cute("fragments"), str(n), str(k), str(m), *files], check=True)
+    subprocess.run([with_cute("fragments"), "bf16", str(n), str(k), str(m), *files], check=True)
     out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
     assert torch.equal(out, x.float() @ weight.float().T)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("group_size", "zero_points", "k"), [(32, False, 96), (64, True, 576), (CHANNEL, False, 256), (256, True, 512)]
+)
+def test_int4_fragments_against_cute(
+    with_cute: Callable[[str], Path], tmp_path: Path, k: int, group_size: int, zero_points: bool
+) -> None:
+    """The same of INT4: codes, scales and zero points of every unit, exactly."""
+    n, m = 48, 8
+    weight = int4_weight(n, k, group_size, zero_points)
+    x = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(k)).bfloat16()
+    files = [tmp_path / name for name in ("weight", "x", "out")]
+    files[0].write_bytes(pack_int4("o", weight).numpy().tobytes())
+    files[1].write_bytes(x.view(torch.int16).numpy().tobytes())
+    kind = f"int4-{packed_group(k, group_size)}{'z' * zero_points}"
+    subprocess.run([with_cute("fragments"), kind, str(n), str(k), str(m), *files], check=True)
+    out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
+    assert torch.equal(out, x.float() @ weight.dequantise().T)
 
 
 @pytest.mark.compile
