@@ -25,7 +25,7 @@ from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
@@ -33,6 +33,7 @@ from futransformer.ops.interface import Ops, Phase, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
 from futransformer.quantize.folder import read_recipe
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 
@@ -120,6 +121,7 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
+        INT4 weights of decode are rounded to nearest as they are loaded; prefill keeps a copy of its own type.
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
@@ -500,7 +502,11 @@ def load_weights(
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
-            packed[op] = {"decode": ops.pack(op, "decode", weight)}
+            decoded: Tensor | Int4Weight = weight
+            if precision.decode == INT4:
+                name = f"{config.name}: layer {index}, {op}"
+                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
+            packed[op] = {"decode": ops.pack(op, "decode", decoded)}
             if recipe is not None:
                 scale = torch.ones(1)
                 if recipe.reads_fp8(index, op):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from .config import LlamaConfig
 from .errors import UnsupportedError
 from .heuristics import (
-    BATCH_TILES,
     attention_decode_spec,
     attention_prefill_spec,
+    batch_tiles,
     decode_gemm_spec,
     gemm_specs,
     padded_vocab,
@@ -98,7 +98,10 @@ def make_plan(
         prefill=prefill(row, shapes),
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
-            op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}
+            op: {
+                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None)
+                for batch in batch_tiles(op, row)
+            }
             for op, (n, k) in shapes.items()
         },
         attention_decode=attention_decode_spec(heads, row),

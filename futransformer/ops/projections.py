@@ -35,7 +35,12 @@ class ProjectionGemm(Protocol):
 
     @property
     def operand(self) -> torch.dtype:
-        """Type of x and the weight."""
+        """Type of x."""
+        ...
+
+    @property
+    def weight_type(self) -> torch.dtype:
+        """Type of the packed weight; uint8 where it is INT4, with its scales."""
         ...
 
     @property
@@ -85,7 +90,7 @@ class Projections:
         check_phase(op, phase)
         gemm = self.gemm(phase, op, getattr(x, "dtype", None))
         check_tensor(op, "x", x, (None, k), gemm.operand, self.device)
-        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.operand, self.device)
+        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.weight_type, self.device)
         if (scale is None) != (gemm.scales == 0):
             needs = "needs the scale of its sums" if scale is None else "takes no scale: its operands are not scaled"
             raise InputError(f"{op}: the {phase} kernel {needs}")
