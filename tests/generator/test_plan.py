@@ -83,6 +83,21 @@ def test_every_kernel_of_every_plan_can_be_launched(config: LlamaConfig, precisi
         assert spec.instructions, "every kernel promises what it is made of"
 
 
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "bf16"])
+def test_the_kernels_beside_an_fp8_prefill_are_those_of_bf16(precision: str) -> None:
+    """So they are built once for both."""
+    config = CONFIGS["smollm2-135m"]
+    fp8, mixed, bf16 = (
+        make_plan(config, name, mixed=mixed) for name, mixed in ((precision, False), (precision, True), ("bf16", False))
+    )
+    assert replace(mixed, prefill_bf16={}, attention_prefill_bf16=None) == fp8
+    assert mixed.prefill_bf16 == {op: specs for op, specs in bf16.prefill.items() if op != "lm_head"}
+    assert mixed.attention_prefill_bf16 == bf16.attention_prefill
+    assert set(mixed.specs()) == set(fp8.specs()) | set(bf16.specs())
+    with pytest.raises(UnsupportedError, match="bf16 reads prompts in BF16 throughout"):
+        make_plan(config, "bf16", mixed=True)
+
+
 @pytest.mark.parametrize(("config", "precision"), EVERY_PLAN)
 def test_projections_have_the_shapes_of_the_checkpoint(config: LlamaConfig, precision: str) -> None:
     """N and K of every GEMM, worked out from the config by hand."""
