@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.checkpoint import load_checkpoint
 from futransformer.driver import hopper_problem
-from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, OutOfMemoryError
 from futransformer.generator.precision import Precision, get_precision
@@ -28,6 +27,7 @@ from futransformer.memory import MemoryPlan, check_memory, plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.int4 import round_to_nearest
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -113,10 +113,10 @@ def test_a_prompt_is_read_in_bf16(tiny_model: Path) -> None:
 
 def test_an_fp8_prefill_decodes_through_the_same_weights(tiny_model: Path) -> None:
     """What is decoded from an empty cache depends on decode's weights alone."""
-    unknown = ActivationScales.unknown(2)
-    model = load(tiny_model, "fp8-int4-g64", activation_scales=unknown)
+    unknown = Fp8Recipe.unknown(2)
+    model = load(tiny_model, "fp8-int4-g64", recipe=unknown)
     assert torch.equal(decoded(model, TOKENS[:, :5]), decoded(load(tiny_model, "int4-g64"), TOKENS[:, :5]))
-    fp8 = load(tiny_model, "fp8", activation_scales=unknown)
+    fp8 = load(tiny_model, "fp8", recipe=unknown)
     prompt = [TOKENS[0].tolist()]
     assert torch.equal(model.prefill(prompt), fp8.prefill(prompt))
 
@@ -137,7 +137,7 @@ def test_a_weight_without_scales_is_refused_by_name(tiny_base_model: Path, tmp_p
 @pytest.mark.parametrize("precision", ["int4", "fp8-int4"])
 def test_the_memory_plan_counts_what_the_reference_holds(tiny_base_model: Path, precision: str) -> None:
     """One float32 copy a phase of a projection, one for both of the head."""
-    options: dict[str, Any] = {"activation_scales": ActivationScales.unknown(2)} if precision == "fp8-int4" else {}
+    options: dict[str, Any] = {"recipe": Fp8Recipe.unknown(2)} if precision == "fp8-int4" else {}
     model = load(tiny_base_model, precision, **options)
     plan = plan_memory(model.config, get_precision(precision), cache_tokens=1024, rows=10, reference=True)
     parts = [getattr(layer, part.name) for layer in model.weights.layers for part in fields(layer)]
