@@ -52,11 +52,11 @@ class SequentialOps:
         }
         self._layer: tuple[int, LogicalLayer] | None = None
 
-    def qkv(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, *inputs: Any, scale: Any = None) -> Any:
+    def qkv(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, *inputs: Any, **options: Any) -> Any:
         """See Ops.qkv."""
-        if scale is not None:
+        if options["scale"] is not None:
             self._round(x, self._rstd(sumsq), weight)
-        return self._ops.qkv(phase, x, sumsq, weight, *inputs, scale=scale)
+        return self._ops.qkv(phase, x, sumsq, weight, *inputs, **options)
 
     def gate_up(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, **options: Any) -> Any:
         """See Ops.gate_up."""
