@@ -96,7 +96,7 @@ class SequentialOps:
         logical = getattr(self._layer[1], op).to(x.device)
         place = f"{self._model.config.name}: layer {layer}, {op}"
         _, scale = quantize_weight(place, logical, self._granularity)
-        rounded = gptq(logical, gram_of(x, row_weights), Fp8Grid(scale))
+        rounded = gptq(logical, gram_of(x, row_weights), Fp8Grid(scale), act_order=True)
         codes = codes_of(rounded, scale[:, None])
         self.weights[layer, op] = Fp8Weight(codes.cpu(), scale.cpu())
         packed.copy_(self._ops.pack(op, "prefill", codes))
