@@ -64,7 +64,15 @@ class Pass(Protocol):
         """Cache slot of each row, int64 [T]."""
         ...
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend q over one layer's pages."""
         ...
 
@@ -82,7 +90,15 @@ class PrefillPass:
     seqlens_k: Tensor
     max_seqlen_q: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_prefill(
             q,
@@ -93,6 +109,7 @@ class PrefillPass:
             self.seqlens_k,
             max_seqlen_q=self.max_seqlen_q,
             fp8=fp8,
+            kv_scale=kv_scale,
         )
 
 
@@ -108,10 +125,24 @@ class DecodePass:
     seqlens_k: Tensor
     max_seqlen_k: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_decode(
-            q, k_pages, v_pages, self.block_table, self.seqlens_k, max_seqlen_k=self.max_seqlen_k
+            q,
+            k_pages,
+            v_pages,
+            self.block_table,
+            self.seqlens_k,
+            max_seqlen_k=self.max_seqlen_k,
+            kv_scale=kv_scale,
         )
 
 
@@ -124,10 +155,11 @@ def llama_block(
     k_pages: Tensor,
     v_pages: Tensor,
     scales: BlockScales = UNSCALED,
+    kv_scale: Tensor | None = None,
 ) -> Stream:
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
 
-    ``scales`` are for a phase whose GEMMs read FP8.
+    ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3.
     """
     phase, s = rows.phase, scales
     q = ops.qkv(
@@ -141,8 +173,9 @@ def llama_block(
         k_pages,
         v_pages,
         scale=s.qkv,
+        kv_scale=kv_scale,
     )
-    attended = rows.attention(ops, q, k_pages, v_pages, s.attended)
+    attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale)
     middle = ops.o(phase, attended, weights.o[phase], stream.residual, scale=s.o, fp8=None if s.o is None else s.middle)
     x = _operand(ops, phase, middle, s.gate_up, s.middle if s.o is None else None, s.order)
     h = ops.gate_up(phase, x, middle.sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)

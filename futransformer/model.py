@@ -25,13 +25,15 @@ from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
+from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
 from futransformer.quantize.folder import read_recipe
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 
@@ -119,6 +121,7 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
+        INT4 weights of decode are rounded to nearest as they are loaded; prefill keeps a copy of its own type.
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
@@ -150,8 +153,11 @@ class Llama:
                 batch_invariant=batch_invariant,
                 mixed=bool(bf16),
             )
-        kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
+        kv_scales = torch.ones(config.num_hidden_layers, 2) if precision.kv == E4M3 else None
+        kv_dtype = DTYPES[precision.kv]
+        if isinstance(ops, ReferenceOps) and (kv_scales is None or ops.dtype == torch.float32):
+            kv_dtype = ops.dtype
+        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
             weights = load_weights(checkpoint, config, ops, precision, recipe)
         scaling = None
@@ -382,7 +388,17 @@ class Llama:
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]
-            stream = llama_block(self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages, scales)
+            stream = llama_block(
+                self.ops,
+                layer,
+                stream,
+                rows,
+                self.weights.rope_table,
+                k_pages,
+                v_pages,
+                scales,
+                self.cache.scale(index),
+            )
         return stream
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -486,7 +502,11 @@ def load_weights(
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
-            packed[op] = {"decode": ops.pack(op, "decode", weight)}
+            decoded: Tensor | Int4Weight = weight
+            if precision.decode == INT4:
+                name = f"{config.name}: layer {index}, {op}"
+                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
+            packed[op] = {"decode": ops.pack(op, "decode", decoded)}
             if recipe is not None:
                 scale = torch.ones(1)
                 if recipe.reads_fp8(index, op):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .config import LlamaConfig
 from .errors import UnsupportedError
 from .heuristics import (
-    BATCH_TILES,
     attention_decode_spec,
     attention_prefill_spec,
+    batch_tiles,
     decode_gemm_spec,
     gemm_specs,
     padded_vocab,
@@ -88,7 +88,7 @@ def make_plan(
         gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)
     elif mixed:
         raise UnsupportedError(f"{row.name} reads prompts in BF16 throughout: leave mixed out")
-    plain = get_precision("bf16")
+    plain = replace(get_precision("bf16"), kv=row.kv)
 
     def prefill(precision: Precision, ops: Iterable[str]) -> dict[str, dict[int, GemmSpec]]:
         return {op: gemm_specs(op, *shapes[op], precision, heads if op == "qkv" else None, table) for op in ops}
@@ -98,7 +98,10 @@ def make_plan(
         prefill=prefill(row, shapes),
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
-            op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}
+            op: {
+                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None)
+                for batch in batch_tiles(op, row)
+            }
             for op, (n, k) in shapes.items()
         },
         attention_decode=attention_decode_spec(heads, row),

@@ -20,7 +20,7 @@ from futransformer.cli.table import megabytes
 from futransformer.cli.table import table as text_table
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.plan import kernel_specs
-from futransformer.generator.precision import PRECISIONS
+from futransformer.generator.precision import PRECISION_NAMES
 from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable
 from futransformer.generator.specs import AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, KernelSpec
@@ -77,7 +77,7 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
-    parser.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
+    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
     parser.add_argument(
         "--mixed",
         action="store_true",

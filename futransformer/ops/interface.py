@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from futransformer.quantize.int4 import Int4Weight
+
 Phase = Literal["prefill", "decode"]
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -41,6 +43,9 @@ class Ops(Protocol):
     Where a phase's GEMMs read FP8, ``scale`` is what their sums are multiplied by, the scale of x times that of the
     weight: float32 [1], or [N] where every row of the weight has its own; and ``fp8``
     says how the result that the next GEMM reads is written. In BF16 both are None.
+
+    Where pages hold E4M3 codes, ``kv_scale`` float32 [2] is what a code of K and a code of V is worth, else None: qkv
+    writes K / kv_scale[0] and V / kv_scale[1], rounded to nearest even, saturated at 448.
     """
 
     device: torch.device
@@ -56,8 +61,10 @@ class Ops(Protocol):
         """
         ...
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
-        """Turn a logical weight [N, K], BF16 (E4M3 where the phase reads FP8), into what this backend's GEMM reads."""
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16, E4M3 codes where the phase reads FP8,
+        an Int4Weight where it reads INT4. Scales of INT4 are inside what comes out.
+        """
         ...
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
@@ -81,6 +88,7 @@ class Ops(Protocol):
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
         ...
@@ -97,6 +105,7 @@ class Ops(Protocol):
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's queries (its last rows) over its pages; [T, heads * head_dim]."""
         ...
@@ -111,6 +120,7 @@ class Ops(Protocol):
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...

@@ -13,8 +13,10 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import InputError
-from futransformer.generator.specs import PAGE_SIZE, Heads
+from futransformer.generator.precision import Element
+from futransformer.generator.specs import Heads
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
+from futransformer.ops.pages import check_pages
 from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -33,7 +35,17 @@ class ProjectionGemm(Protocol):
 
     @property
     def operand(self) -> torch.dtype:
-        """Type of x and the weight."""
+        """Type of x."""
+        ...
+
+    @property
+    def weight_type(self) -> torch.dtype:
+        """Type of the packed weight; uint8 where it is INT4, with its scales."""
+        ...
+
+    @property
+    def kv(self) -> Element:
+        """What qkv writes to the pages."""
         ...
 
     @property
@@ -78,7 +90,7 @@ class Projections:
         check_phase(op, phase)
         gemm = self.gemm(phase, op, getattr(x, "dtype", None))
         check_tensor(op, "x", x, (None, k), gemm.operand, self.device)
-        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.operand, self.device)
+        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.weight_type, self.device)
         if (scale is None) != (gemm.scales == 0):
             needs = "needs the scale of its sums" if scale is None else "takes no scale: its operands are not scaled"
             raise InputError(f"{op}: the {phase} kernel {needs}")
@@ -112,6 +124,7 @@ class Projections:
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         gemm, scaled = self._checked(phase, "qkv", x, self.config.hidden_size, weight, scale)
@@ -120,9 +133,7 @@ class Projections:
         check_tensor("qkv", "rope_table", rope_table, (None, heads.head_dim // 2, 2), FP32, self.device)
         check_tensor("qkv", "positions", positions, (rows,), torch.int32, self.device)
         check_tensor("qkv", "slots", slots, (rows,), torch.int64, self.device)
-        pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        check_tensor("qkv", "k_pages", k_pages, pages_shape, BF16, self.device)
-        check_tensor("qkv", "v_pages", v_pages, tuple(k_pages.shape), BF16, self.device)
+        of_pages = check_pages("qkv", gemm.kv, heads, k_pages, v_pages, kv_scale, self.device)
         q = self._empty(rows, heads.q_features, BF16)
         if rows:
             gemm.launch(
@@ -136,6 +147,7 @@ class Projections:
                 k_pages=k_pages,
                 v_pages=v_pages,
                 slots=slots,
+                **of_pages,
             )
         return q
 

@@ -62,14 +62,14 @@ class SequentialOps:
             self._plain.begin(table, indices)
         return self._ops.gather_rows(phase, table, indices, **options)
 
-    def qkv(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, *inputs: Any, scale: Any = None) -> Any:
+    def qkv(self, phase: Any, x: Tensor, sumsq: Tensor, weight: Tensor, *inputs: Any, **options: Any) -> Any:
         """See Ops.qkv."""
         layer = self._next("qkv")
-        if scale is not None:
+        if options["scale"] is not None:
             self._round("qkv", x, self._rstd(sumsq), weight)
         if self._plain is not None:
             self._plain.qkv(layer, *inputs)
-        return self._ops.qkv(phase, x, sumsq, weight, *inputs, scale=scale)
+        return self._ops.qkv(phase, x, sumsq, weight, *inputs, **options)
 
     def attention_prefill(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, *lengths: Tensor, max_seqlen_q: int, **options: Any

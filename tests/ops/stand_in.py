@@ -6,7 +6,7 @@ alone. So what the GPU tests do can be run, and shown to fail, where there is no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from futransformer import library
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.precision import INT4, Precision, get_precision
 from futransformer.generator.specs import (
     PAGE_SIZE,
     ArgmaxSpec,
@@ -30,9 +30,10 @@ from futransformer.generator.specs import (
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
-from futransformer.ops.interface import Fp8Output, Phase
-from futransformer.packing import unpack_decode, unpack_prefill
+from futransformer.ops.interface import Fp8Output, Phase, Projection
+from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear
+from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
 FP8_ARGUMENTS = ("out_scale", "amax", "saturated")  # as Fp8Output has them
@@ -68,8 +69,15 @@ class StandInKernel:
     def _project(self, spec: GemmSpec | DecodeGemmSpec, *, x: Tensor, weight: Tensor, m: int, **arguments: Any) -> None:
         """One row at a time: as with the kernels, a row's bits depend on nothing else in the batch."""
         assert x.shape == (m, spec.k)
-        unpack = unpack_prefill if isinstance(spec, GemmSpec) else unpack_decode
-        logical = unpack(spec.op, weight, spec.n).float()  # type: ignore[arg-type]
+        op = cast(Projection, spec.op)
+        if isinstance(spec, GemmSpec):
+            logical = unpack_prefill(op, weight, spec.n).float()
+        elif spec.element == INT4:
+            logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
+            if spec.batch_tile == SPLIT_BATCH:
+                x = as_integers(x, spec.group_k)
+        else:
+            logical = unpack_decode(op, weight, spec.n).float()
         scale = arguments.get("scale")
         if scale is not None and scale.numel() > 1 and spec.op == "gate_up":
             arguments["scale"] = scale.view(-1, 2).T.reshape(-1)  # gate, up, gate, up, ...
@@ -83,7 +91,9 @@ class StandInKernel:
         written = arguments["out" if fp8 is None else "out_fp8"] if spec.op != "qkv" else arguments["q"]
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
-            written.copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale))
+            kv_scale = arguments.get("kv_scale")
+            q = self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale, kv_scale=kv_scale)
+            written.copy_(q)
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
             residual = arguments["residual"].clone()
@@ -109,14 +119,16 @@ class StandInKernel:
         k_pages, v_pages = (arguments[name].view(shape) for name in ("k_pages", "v_pages"))
         table, lengths = arguments["block_table"], arguments["seqlens_k"]
         assert arguments["block_table_stride"] == table.shape[1]
-        state = (q, k_pages, v_pages, table)
+        state, kv_scale = (q, k_pages, v_pages, table), arguments.get("kv_scale")
         if isinstance(spec, AttentionPrefillSpec):
             fp8, offsets = fp8_output(arguments), arguments["cu_seqlens_q"]
             out = arguments["out" if fp8 is None else "out_fp8"]
-            self.ops.attention_prefill(*state, offsets, lengths, max_seqlen_q=q.shape[0], out=out, fp8=fp8)
+            most = q.shape[0]
+            self.ops.attention_prefill(*state, offsets, lengths, max_seqlen_q=most, out=out, fp8=fp8, kv_scale=kv_scale)
         else:
             most = table.shape[1] * PAGE_SIZE
-            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=arguments["out"])
+            out = arguments["out"]
+            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale)
 
 
 def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:

@@ -18,20 +18,23 @@ from futransformer.checkpoint import rope_table
 from futransformer.fp8_scaling import READERS, block_scales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3_MAX, Granularity, get_precision
+from futransformer.generator.precision import E4M3, E4M3_MAX, INT4, Granularity, Precision, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
 from futransformer.layer_parts import HALF_OF, Part, Parts, parse_parts
 from futransformer.library import KernelLibrary
-from futransformer.model import PHASES, Llama, LlamaWeights
+from futransformer.model import Llama, LlamaWeights
 from futransformer.ops.interface import Fp8Output, Ops, Projection
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
-from tests.ops.fp8 import E4M3_ROUNDING, fp8_output, quantised, unbounded
+from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 
 # hidden_size 2048, 3072, 5120, 8192, and one that is no power of two
 EVERY_WIDTH = ("group16", "llama-3.2-3b", "group5", "llama-3-70b", "odd")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+KV8_MODELS = ("smollm2-135m-kv8", "group16-kv8")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
+INT4_MODELS = ("smollm2-135m-int4-g32-asym", "llama-3.1-8b-int4")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
 # every kind of neighbours: BF16 first and last, FP8 after it within a layer and across layers, and nothing but BF16
@@ -45,9 +48,10 @@ GpuOps = Callable[[str], KernelLibrary]
 
 
 class RandomModel:
-    """Logical weights of two layers, and the model that they are on any backend."""
+    """Logical weights of two layers, and the model that they are on any backend, decoding as ``precision`` does."""
 
-    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, device: torch.device, precision: Precision | str = "bf16") -> None:
+        self.precision = get_precision(precision)
         self.config = replace(config, num_hidden_layers=2, max_position_embeddings=POSITIONS, eos_token_ids=())
         generator = torch.Generator(device).manual_seed(1)
 
@@ -65,8 +69,13 @@ class RandomModel:
     def weights(self, ops: Ops) -> LlamaWeights:
         """Everything packed for a backend."""
 
+        groups = self.precision.group_size
+
         def pack(op: Projection, logical: Tensor) -> Packed:
-            return {phase: ops.pack(op, phase, logical) for phase in PHASES}
+            decoded: Tensor | Int4Weight = logical
+            if self.precision.decode == INT4 and op != "lm_head":
+                decoded = round_to_nearest(op, logical, groups, zero_points=self.precision.zero_points)
+            return {"prefill": ops.pack(op, "prefill", logical), "decode": ops.pack(op, "decode", decoded)}
 
         layers = [
             LayerWeights(
@@ -79,10 +88,13 @@ class RandomModel:
         ]
         return LlamaWeights(self.embedding, self.rope_table, layers, pack("lm_head", self.lm_head))
 
-    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024) -> Llama:
-        """The model with a cache of its own, all of it NaN."""
+    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024, *, codes: bool = False) -> Llama:
+        """The model with a cache of its own, all of it NaN; of ``codes``, which the exact reference does not round."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype)
+        scales = torch.tensor([KV_SCALE, KV_SCALE[::-1]]) if codes else None
+        if codes and dtype == torch.bfloat16:
+            dtype = torch.float8_e4m3fn
+        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype, scales=scales)
         cache.pool.fill_(torch.nan)
         return Llama(self.config, ops, weights, cache)
 
@@ -92,11 +104,12 @@ class RandomModel:
 
 def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
     """Prefill of unequal prompts, then three steps of decode: the two-times rule against the exact reference."""
-    random = RandomModel(ops.config, ops.device)
+    random = RandomModel(ops.config, ops.device, ops.precision)
     references = [ReferenceOps(ops.config, device=ops.device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     shared = random.weights(references[0])  # float32, whatever is rounded
-    exact, rounded = (random.on(reference, shared) for reference in references)
-    ours = random.on(ops, random.weights(ops))
+    codes = ops.precision.kv == E4M3
+    exact, rounded = (random.on(reference, shared, codes=codes) for reference in references)
+    ours = random.on(ops, random.weights(ops), codes=codes)
     generator = torch.Generator().manual_seed(2)
 
     def tokens(count: int) -> list[int]:
@@ -114,13 +127,14 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", EVERY_WIDTH)
+@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + INT4_MODELS)
 def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
-def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_logits(stand_in_library(TINY, monkeypatch), (1, 17, 65))
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8", "int4", "int4-g32-asym"])
+def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 
 
 # FP8 prefill
@@ -256,9 +270,9 @@ def test_fp8_prefill_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, granularit
 
 def check_replays(ops: KernelLibrary, steps: int) -> None:
     """Steps replayed from graphs, across pages, have the bits of eager ones, and leave no counter behind."""
-    random = RandomModel(ops.config, ops.device)
+    random = RandomModel(ops.config, ops.device, ops.precision)
     weights = random.weights(ops)
-    eager, replayed = (random.on(ops, weights, 2048) for _ in range(2))
+    eager, replayed = (random.on(ops, weights, 2048, codes=ops.precision.kv == E4M3) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(ops.config.vocab_size, (start,), generator=generator).tolist() for start in STARTS]
     for model in (eager, replayed):
@@ -278,7 +292,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + INT4_MODELS)
 def test_replayed_steps_equal_eager_ones(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     ops = gpu_ops(model)
     monkeypatch.delattr(ops._projections, "_empty")  # filling outputs in between would keep launches from overlapping
@@ -294,7 +308,7 @@ def test_the_check_of_replays_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -
 
 def check_padding(ops: KernelLibrary) -> None:
     """A padded row may hold anything: a token that is none makes it NaN throughout, and the others do not notice."""
-    random = RandomModel(ops.config, ops.device)
+    random = RandomModel(ops.config, ops.device, ops.precision)
     weights = random.weights(ops)
     finite, poisoned = (padded_step(random.on(ops, weights), last_token) for last_token in (9, -1))
     assert finite[:3].isfinite().all()
@@ -322,7 +336,7 @@ def padded_step(model: Llama, last_token: int) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + INT4_MODELS)
 def test_padded_rows_do_no_harm(gpu_ops: GpuOps, model: str) -> None:
     check_padding(gpu_ops(model))
 
