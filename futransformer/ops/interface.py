@@ -43,10 +43,13 @@ class Ops(Protocol):
     Where a phase's GEMMs read FP8, ``scale`` is what their sums are multiplied by, the scale of x times that of the
     weight: float32 [1], or [N] where every row of the weight has its own; and ``fp8``
     says how the result that the next GEMM reads is written. In BF16 both are None.
+
+    Where pages hold E4M3 codes, ``kv_scale`` float32 [2] is what a code of K and a code of V is worth, else None: qkv
+    writes K / kv_scale[0] and V / kv_scale[1], rounded to nearest even, saturated at 448.
     """
 
     device: torch.device
-    capturable: bool  # whether decode operations may be captured in a CUDA graph
+    capturable: bool  # whether operations may be captured in a CUDA graph
 
     def describe(self) -> str:
         """Say in one line what computes: the card and its kernels, or the CPU reference."""
@@ -85,6 +88,7 @@ class Ops(Protocol):
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
         ...
@@ -101,6 +105,7 @@ class Ops(Protocol):
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's queries (its last rows) over its pages; [T, heads * head_dim]."""
         ...
@@ -115,6 +120,7 @@ class Ops(Protocol):
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...
