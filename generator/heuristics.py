@@ -275,10 +275,10 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
         warp_rows = row_tiles // 2 if batch_tile <= 32 and row_tiles % 2 == 0 else row_tiles
         room = shared_share(1 if batch_tile > 32 or row_tiles > 8 else 2) - inbox_bytes(batch_tile, row_tiles, split_k)
         step_bytes = group_k * (ROW_TILE * row_tiles * 5 // 8 + 2 * batch_tile)  # at least, of each warp of a row
-        fit = min((8 if batch_tile <= 32 else 12) // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
+        fit = min(8 // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
         least = -(-batch_tile // (32 * warp_rows))  # a lane for every sequence
         warp_split = max(least, 1 << max(fit, 1).bit_length() - 1)
-        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 else 1
+        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 or split_k > 1 else 1
 
     def spec(stages: int, x_ahead: int) -> DecodeGemmSpec:
         return DecodeGemmSpec(
