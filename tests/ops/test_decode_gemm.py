@@ -42,7 +42,7 @@ TILES = [
     if model in models.WHOLE
     for tile in batch_tiles(op, models.precision_of(model))
 ]
-LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym"]
+LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym-kv8"]
 BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
 PAGES = 4
