@@ -88,15 +88,16 @@ PRECISIONS: dict[str, Precision] = {
     "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
 
-# a row of INT4 weights, and their groups: int4-g32-asym
-_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?")
-PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym)"
+# a row of INT4 weights, their groups, and the cache: int4-g32-asym-kv8
+_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-kv8)?")
+PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -kv8)"
 
 
 def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
-    The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64.
+    The rows of INT4 weights take other groups by suffix, zero points, and a cache of E4M3: int4-g32,
+    int4-channel-asym, fp8-int4-g64-kv8.
     """
     if isinstance(name, Precision):
         return name
@@ -108,6 +109,6 @@ def get_precision(name: str | Precision) -> Precision:
         size = CHANNEL if parts[3] else int(parts[2] or row.group_size)
         if size in (*GROUP_SIZES, CHANNEL):
             group = "" if size == row.group_size else "-channel" if size == CHANNEL else f"-g{size}"
-            full_name = f"{row.name}{group}{parts[4] or ''}"
-            return replace(row, name=full_name, group_size=size, zero_points=parts[4] is not None)
+            full_name, kv = f"{row.name}{group}{parts[4] or ''}{parts[5] or ''}", E4M3 if parts[5] else row.kv
+            return replace(row, name=full_name, kv=kv, group_size=size, zero_points=parts[4] is not None)
     raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")
