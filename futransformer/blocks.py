@@ -28,7 +28,11 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of an FP8 prefill: of the sums of the four projections, and of the four FP8 results. In BF16, none."""
+    """Scales of an FP8 prefill: of the sums of the four projections, and of the FP8 results.
+
+    A part in BF16 (futransformer.layer_parts) has none. Where one in FP8 follows it, x in FP8 is gathered from the
+    residual: ``begin`` for qkv, and ``middle``, which o would have written, for gate_up.
+    """
 
     qkv: Tensor | None = None
     o: Tensor | None = None
@@ -38,6 +42,8 @@ class BlockScales:
     middle: Fp8Output | None = None  # x after o, read by gate_up
     h: Fp8Output | None = None  # read by down
     end: Fp8Output | None = None  # x after down, read by the next layer's qkv
+    begin: Fp8Output | None = None  # x before qkv, if the layer before ends in BF16
+    order: Tensor | None = None  # int32, 0 1 2 ... for as many rows as a pass may have: what gathers all rows
 
 
 UNSCALED = BlockScales()
@@ -156,11 +162,10 @@ def llama_block(
     ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3.
     """
     phase, s = rows.phase, scales
-    x, sumsq, residual = stream
     q = ops.qkv(
         phase,
-        x,
-        sumsq,
+        _operand(ops, phase, stream, s.qkv, s.begin, s.order),
+        stream.sumsq,
         weights.qkv[phase],
         rope_table,
         rows.positions,
@@ -171,6 +176,19 @@ def llama_block(
         kv_scale=kv_scale,
     )
     attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale)
-    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual, scale=s.o, fp8=s.middle)
-    h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
-    return ops.down(phase, h, weights.down[phase], residual, scale=s.down, fp8=s.end)
+    middle = ops.o(phase, attended, weights.o[phase], stream.residual, scale=s.o, fp8=None if s.o is None else s.middle)
+    x = _operand(ops, phase, middle, s.gate_up, s.middle if s.o is None else None, s.order)
+    h = ops.gate_up(phase, x, middle.sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
+    return ops.down(phase, h, weights.down[phase], middle.residual, scale=s.down, fp8=s.end)
+
+
+def _operand(
+    ops: Ops, phase: Phase, stream: Stream, scale: Tensor | None, gathered: Fp8Output | None, order: Tensor | None
+) -> Tensor:
+    """x as the next projection reads it, whose sums are worth ``scale``."""
+    if phase == "prefill" and scale is None:
+        return stream.residual  # x itself, unless what wrote x wrote codes
+    if gathered is None:
+        return stream.x
+    assert order is not None
+    return ops.gather_rows(phase, stream.residual, order[: len(stream.residual)], fp8=gathered).x

@@ -21,7 +21,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError
-from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
+from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -33,8 +33,14 @@ from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projectio
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, GatherRows
 from futransformer.ops.validate import check_phase
-from futransformer.packing import pack_decode, pack_prefill, pack_scale
+from futransformer.packing import pack_decode, pack_int4, pack_prefill, pack_scale
+from futransformer.quantize.int4 import Int4Weight
 from futransformer.tables import exported_table, schedule_table
+
+CODES = {  # by the type of a packed weight, what is packed to it
+    torch.float8_e4m3fn: "codes of futransformer.quantize.fp8.quantize_weight",
+    torch.uint8: "an Int4Weight of futransformer.quantize.int4.round_to_nearest",
+}
 
 
 class KernelLibrary:
@@ -52,8 +58,9 @@ class KernelLibrary:
     ) -> None:
         """Load the plan's kernels onto the device.
 
-        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those; this
-        fixes how attention splits a sequence as well.
+        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those (of
+        INT4 weights, that for up to eight, though there is a faster one for up to four); this fixes how attention
+        splits a sequence as well.
         """
         self.config = config
         self.precision = precision
@@ -67,12 +74,19 @@ class KernelLibrary:
             return Kernel(spec, *built[spec.name], device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
+        bf16: dict[Projection, ProjectionGemm] = {}
         for op in PROJECTIONS:
             gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
-            gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
-        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
+            least = BATCH_TILES[0] if batch_invariant else 1
+            by_batch = {batch: kernel(spec) for batch, spec in plan.decode[op].items() if batch >= least}
+            gemms["decode", op] = DecodeGemm(by_batch)
+            if op in plan.prefill_bf16:
+                bf16[op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill_bf16[op].items()})
+        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device, bf16)
         self._gather_rows = {phase: GatherRows(kernel(spec)) for phase, spec in plan.gather_rows.items()}
-        self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
+        self._attention_prefill = self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill))
+        if plan.attention_prefill_bf16 is not None:
+            self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill_bf16))
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
@@ -92,15 +106,27 @@ class KernelLibrary:
         """See Ops.chain."""
         return self.launch_chain
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        operand = self._projections.gemms[phase, op].operand
-        if (logical.dtype == torch.float8_e4m3fn) != (operand == torch.float8_e4m3fn):
-            codes = "codes of futransformer.quantize.fp8.quantize_weight" if operand.itemsize == 1 else "no codes"
-            raise InputError(f"pack {op}: the {phase} kernel reads {operand}, give it {codes}, not {logical.dtype}")
-        logical = logical.to(self.device, operand)
-        return (pack_prefill if phase == "prefill" else pack_decode)(op, logical)
+        given = "INT4" if isinstance(logical, Int4Weight) else logical.dtype
+        gemm = self._projections.gemm(phase, op, None if isinstance(logical, Int4Weight) else logical.dtype)
+        reads = gemm.weight_type
+        codes = CODES.get(reads, "no codes")
+        fp8 = torch.float8_e4m3fn
+        if (given == "INT4") != (reads == torch.uint8) or (given == fp8) != (reads == fp8):
+            read = "INT4" if reads == torch.uint8 else reads
+            raise InputError(f"pack {op}: the {phase} kernel reads {read}, give it {codes}, not {given}")
+        if not isinstance(logical, Int4Weight):
+            return (pack_prefill if phase == "prefill" else pack_decode)(op, logical.to(self.device, reads))
+        packed = pack_int4(op, logical.to(self.device))
+        if packed.shape != gemm.weight_shape():
+            raise InputError(
+                f"pack {op}: the kernel reads a weight packed to {list(gemm.weight_shape())}, not to "
+                f"{list(packed.shape)}: quantise it in the groups of {self.precision.name} "
+                f"(group_size={self.precision.group_size}, zero_points={self.precision.zero_points})"
+            )
+        return packed
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale."""
@@ -159,7 +185,8 @@ class KernelLibrary:
         kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill."""
-        return self._attention_prefill(
+        attention = self._attention_prefill_bf16 if fp8 is None else self._attention_prefill
+        return attention(
             q,
             k_pages,
             v_pages,
@@ -244,12 +271,14 @@ def load_kernels(
     folder: Path | None = None,
     progress: Callable[[BuildEvent], None] | None = None,
     batch_invariant: bool = False,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
-    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
+    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8. ``mixed``: of an FP8 prefill, also the
+    kernels for parts of layers that stay in BF16.
     Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
     exported or cached), ToolchainError or BuildError.
     """
@@ -258,6 +287,6 @@ def load_kernels(
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     settings = BuildSettings.from_environment()
     table = exported_table(folder) if folder is not None else schedule_table(settings, device.index)
-    plan = make_plan(model, row, table)
+    plan = make_plan(model, row, table, mixed=mixed)
     built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
     return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

@@ -22,18 +22,19 @@ from futransformer.blocks import UNSCALED, DecodePass, LayerWeights, Packed, Pas
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
-from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode, count_results
+from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
-from futransformer.quantize.folder import read_scales
-from futransformer.quantize.fp8 import quantize_weight
+from futransformer.quantize.folder import read_recipe
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class LlamaWeights:
     rope_table: Tensor
     layers: Sequence[LayerWeights]
     lm_head: Packed
-    scales: tuple[Tensor, ...] = ()  # of the FP8 weights: each layer's READERS, in order, as their GEMMs read them
+    # of an FP8 prefill's weights: each layer's READERS, in order, as their GEMMs read them; of one in BF16 it is 1
+    scales: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Llama:
         progress: Callable[[str], None] | None = None,
         batch_invariant: bool = False,
         fp8_scales: Fp8Scales = "frozen",
-        activation_scales: ActivationScales | None = None,
+        recipe: Fp8Recipe | None = None,
         kv_scales: Tensor | None = None,
     ) -> Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
@@ -120,33 +122,40 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
-        An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``activation_scales`` in place of
-        that folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
+        INT4 weights of decode are rounded to nearest as they are loaded; prefill keeps a copy of its own type.
+        An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
+        folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         ``kv_scales`` are of a cache of E4M3, float32 [layers, 2] (futransformer.quantize.kv); None: a code is worth 1.
         """
         folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
         config = load_config(folder)
         check_mode(fp8_scales)
         if precision.prefill == E4M3:
-            if activation_scales is None:
-                activation_scales = read_scales(folder, config)
-            else:
-                activation_scales.check(count_results(config.num_hidden_layers))
-        elif fp8_scales != "frozen" or activation_scales is not None:
+            if recipe is None:
+                recipe = read_recipe(folder, config)
+            recipe.check(config.num_hidden_layers)
+        elif fp8_scales != "frozen" or recipe is not None:
             raise InputError(f"FP8 scales are of an FP8 prefill, and {precision.name} has none: leave them out")
         if kv_scales is not None and precision.kv != E4M3:
             raise InputError(f"kv_scales are of a cache of E4M3, and that of {precision.name} is none: leave them out")
+        bf16 = recipe.bf16 if recipe is not None else frozenset()
         wanted = "cuda" if device is None and kernels is not None else device
         target = ops.device if ops is not None else pick_device(wanted)
         if kernels is not None and (ops is not None or target.type == "cpu"):
             raise InputError(f"kernels ({kernels}) are for a GPU: leave them out, or the request for the reference")
         reference = isinstance(ops, ReferenceOps) if ops is not None else target.type == "cpu"
-        plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
+        plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference, bf16=bf16)
         check_memory(config.name, plan, target)
         checkpoint = load_checkpoint(folder, config)
         if ops is None:
             ops = make_ops(
-                config, precision, target, kernels=kernels, progress=progress, batch_invariant=batch_invariant
+                config,
+                precision,
+                target,
+                kernels=kernels,
+                progress=progress,
+                batch_invariant=batch_invariant,
+                mixed=bool(bf16),
             )
         if precision.kv == E4M3 and kv_scales is None:
             kv_scales = torch.ones(config.num_hidden_layers, 2)
@@ -155,10 +164,11 @@ class Llama:
             kv_dtype = ops.dtype
         cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
-            weights = load_weights(checkpoint, config, ops, precision)
+            weights = load_weights(checkpoint, config, ops, precision, recipe)
         scaling = None
-        if activation_scales is not None:
-            scaling = Fp8Scaling(activation_scales, weights.scales, mode=fp8_scales)
+        if recipe is not None:
+            most = max(max_rows, CAPTURED_ROWS)  # short passes are padded
+            scaling = Fp8Scaling(recipe.scales, weights.scales, mode=fp8_scales, bf16=bf16, max_rows=most)
         return cls(config, ops, weights, cache, max_rows=max_rows, scaling=scaling)
 
     # The batch of sequences
@@ -467,8 +477,9 @@ def make_ops(
     kernels: Path | None = None,
     progress: Callable[[str], None] | None = None,
     batch_invariant: bool = False,
+    mixed: bool = False,
 ) -> Ops:
-    """Generated kernels on a GPU, the reference on the CPU."""
+    """Generated kernels on a GPU, the reference on the CPU; options as in ``load_kernels``."""
     if device.type == "cpu":
         return ReferenceOps(config)
     from futransformer.library import load_kernels  # noqa: PLC0415 - the reference needs neither driver nor kernels
@@ -477,11 +488,18 @@ def make_ops(
         if progress is not None and not event.cached:
             progress(f"compiled kernel {event.done} of {event.total}: {event.record.name}")
 
-    return load_kernels(config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant)
+    return load_kernels(
+        config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant, mixed=mixed
+    )
 
 
-def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision) -> LlamaWeights:
-    """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice."""
+def load_weights(
+    checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision, recipe: Fp8Recipe | None = None
+) -> LlamaWeights:
+    """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice.
+
+    ``recipe`` is of an FP8 prefill.
+    """
     scales: list[Tensor] = []
     layers = []
     for index in range(config.num_hidden_layers):
@@ -492,9 +510,15 @@ def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precisio
             if op == "qkv" and precision.kv == E4M3 and not weight.isfinite().all():
                 # kernels read the code that is not a number as 480: a NaN that K alone had would look like an answer
                 raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
-            packed[op] = {"decode": ops.pack(op, "decode", weight)}
-            if precision.prefill == E4M3:
-                weight, scale = quantize_weight(f"{config.name}: layer {index}, {op}", weight, precision.weight_scales)
+            decoded: Tensor | Int4Weight = weight
+            if precision.decode == INT4:
+                name = f"{config.name}: layer {index}, {op}"
+                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
+            packed[op] = {"decode": ops.pack(op, "decode", decoded)}
+            if recipe is not None:
+                scale = torch.ones(1)
+                if recipe.reads_fp8(index, op):
+                    weight, scale = recipe.weight(config.name, index, op, weight, precision)
                 scales.append(ops.pack_scale(op, scale))
             packed[op]["prefill"] = ops.pack(op, "prefill", weight)
         layers.append(LayerWeights(**packed))

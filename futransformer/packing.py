@@ -8,6 +8,12 @@ columns 8 j + 2 t + e, and the order makes those a run of consecutive output col
 from it, so that the lane's activations for both MMAs are 16 consecutive bytes (include/futransformer/fragment.cuh).
 SwiGLU's rows alternate gate, up.
 
+*INT4* has the same rows and the same k, in units of 16 rows x one packed group of K that hold their own scales and
+zero points (generator/int4.py): uint8 [N / 16, K / group, unit bytes]. A 32-bit word holds k = 8 t .. 8 t + 7 of a row
+and 32 k: nibble i the k 2 i, nibble i + 4 the k 2 i + 1, so that a shift by 4 i leaves a pair in the low nibbles of its
+halves. A lane's words are rows g and g + 8 of one 32 k, then of the next; 32 lanes x 16 bytes are 64 k. Then come 16
+scales and 16 zero points, of rows g, g + 8 for g = 0 .. 7.
+
 Packing is a permutation (and, for lm_head, zero rows up to the padded vocabulary), so it works on any element type and
 device, and unpacking is exact.
 """
@@ -19,9 +25,11 @@ from torch import Tensor
 
 from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import padded_vocab
+from futransformer.generator.int4 import ROW_TILE, packed_group, unit_bytes
+from futransformer.generator.precision import CHANNEL
 from futransformer.ops.interface import Projection
+from futransformer.quantize.int4 import Int4Weight
 
-ROW_TILE = 16  # rows of an MMA's A operand
 GROUP_K = 32  # two MMAs, whose k a lane holds eight of
 
 
@@ -54,8 +62,7 @@ def pack_scale(op: Projection, logical: Tensor) -> Tensor:
 def pack_decode(op: Projection, logical: Tensor) -> Tensor:
     """Fragment order [N padded / 16, K / 16, 32, 8]."""
     rows = _padded(op, logical, row_multiple=ROW_TILE, column_multiple=GROUP_K)
-    if op == "gate_up":
-        rows = rows.view(2, -1, rows.shape[1]).transpose(0, 1).reshape(rows.shape)  # gate, up, gate, up, ...
+    rows = _paired(op, rows)
     n, k = rows.shape
     # [tile, half, g, group, t, j, pair, e] -> [tile, group, j, g, t, pair, half, e]: registers (a0 a1 a2 a3)
     fragments = rows.view(n // ROW_TILE, 2, 8, k // GROUP_K, 4, 2, 2, 2).permute(0, 3, 5, 2, 4, 6, 1, 7)
@@ -67,9 +74,65 @@ def unpack_decode(op: Projection, packed: Tensor, rows: int) -> Tensor:
     tiles, steps = packed.shape[:2]
     fragments = packed.view(tiles, steps // 2, 2, 8, 4, 2, 2, 2)
     logical = fragments.permute(0, 6, 3, 1, 4, 2, 5, 7).reshape(tiles * ROW_TILE, steps * 16)
-    if op == "gate_up":
-        logical = logical.view(-1, 2, steps * 16).transpose(0, 1).reshape(logical.shape)
-    return logical[:rows].contiguous()
+    return _unpaired(op, logical)[:rows].contiguous()
+
+
+def pack_int4(op: Projection, weight: Int4Weight) -> Tensor:
+    """INT4 fragment order, uint8 [N padded / 16, K / packed group, unit bytes]."""
+    codes = _paired(op, _padded(op, weight.codes, row_multiple=ROW_TILE, column_multiple=GROUP_K))
+    n, k = codes.shape
+    group = packed_group(k, weight.group_size)
+    tiles, units, pairs = n // ROW_TILE, k // group, -(-group // 64)
+    # k is [unit, 64, 32, t, i, low, e], and a unit's bytes [64, g, t, 32, half, e, i, low]: low is a nibble of a byte
+    nibbles = codes.view(tiles, 2, 8, units, pairs, -1, 4, 2, 2, 2).permute(0, 3, 4, 2, 6, 5, 1, 9, 7, 8)
+    words = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(tiles, units, -1)
+
+    def of_units(groups: Tensor) -> Tensor:
+        """Values of logical groups [N, G] -> [tile, unit, g, half]."""
+        rows = _paired(op, _padded(op, groups, row_multiple=ROW_TILE, column_multiple=1))
+        first_k = torch.arange(0, k, group, device=rows.device)
+        return rows[:, first_k // weight.row_group].view(tiles, 2, 8, units).permute(0, 3, 2, 1)
+
+    parts = [words, of_units(weight.scales).contiguous().view(torch.uint8).view(tiles, units, -1)]
+    if weight.zeros is not None:
+        parts.append(of_units(weight.zeros).reshape(tiles, units, -1))
+    packed = torch.cat(parts, 2)
+    assert packed.shape[2] == unit_bytes(group, weight.zeros is not None)
+    return packed
+
+
+def unpack_int4(op: Projection, packed: Tensor, rows: int, group_size: int) -> Int4Weight:
+    """Return the logical weight of ``rows`` rows, whose groups had this size, from INT4 fragment order."""
+    tiles, units, size = packed.shape
+    zero_points = size % (2 * ROW_TILE) > 0
+    group = (size - unit_bytes(0, zero_points)) * 2 // ROW_TILE
+    k = units * group
+    words, scales, zeros = torch.split(packed, [group * ROW_TILE // 2, 2 * ROW_TILE, ROW_TILE * zero_points], 2)
+    nibbles = torch.stack((words & 15, words >> 4), -1).view(tiles, units, -(-group // 64), 8, 4, -1, 2, 2, 2, 2)
+    codes = nibbles.permute(0, 6, 3, 1, 2, 5, 4, 8, 9, 7).reshape(tiles * ROW_TILE, k)
+
+    def of_groups(of_units: Tensor) -> Tensor:
+        """[tile, unit, g, half] -> logical groups [N, G], from the first unit of each."""
+        natural = of_units.reshape(tiles, units, 8, 2).permute(0, 3, 2, 1).reshape(-1, units)
+        return _unpaired(op, natural)[:rows, :: row_group // group].contiguous()
+
+    row_group = k if group_size == CHANNEL else group_size
+    return Int4Weight(
+        _unpaired(op, codes)[:rows].contiguous(),
+        of_groups(scales.contiguous().view(torch.float16)),
+        of_groups(zeros) if zero_points else None,
+        group_size,
+    )
+
+
+def _paired(op: Projection, rows: Tensor) -> Tensor:
+    """Rows as decode kernels order them: of gate_up gate, up, gate, up, ..."""
+    return rows.view(2, -1, rows.shape[1]).transpose(0, 1).reshape(rows.shape) if op == "gate_up" else rows
+
+
+def _unpaired(op: Projection, rows: Tensor) -> Tensor:
+    """The inverse of ``_paired``."""
+    return rows.view(-1, 2, rows.shape[1]).transpose(0, 1).reshape(rows.shape) if op == "gate_up" else rows
 
 
 def _padded(op: Projection, logical: Tensor, *, row_multiple: int, column_multiple: int) -> Tensor:

@@ -23,6 +23,7 @@ from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
+from futransformer.quantize.int4 import Int4Weight
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -53,8 +54,14 @@ class ReferenceOps:
         """See Ops.chain; nothing overlaps here."""
         return nullcontext()
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
-        """Return the logical weight in float32, converted once; both phases share it."""
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+        """Return the logical weight in float32, converted once; both phases share it.
+
+        INT4 is dequantised, which loses nothing: a product of its values with BF16 fits float32 as well, so sums differ
+        from those of codes by group, times the scale, in the order of their additions alone.
+        """
+        if isinstance(logical, Int4Weight):
+            return logical.to(self.device).dequantise()
         if self._packed is None or self._packed[0] is not logical:
             self._packed = (logical, logical.to(self.device, torch.float32))
         return self._packed[1]

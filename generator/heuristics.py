@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .precision import E4M3, Element, Precision
+from .int4 import ROW_TILE, packed_group
+from .precision import E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
-from .specs.decode_gemm import ROW_TILE, SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
+from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
 from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
+INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
 
 MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
@@ -116,6 +118,16 @@ def _large(op: str, n: int, k: int, element: Element, widest: int) -> _Schedule:
     return chosen
 
 
+def decode_element(op: str, precision: Precision) -> Element:
+    """What the decode GEMM of a projection reads as its weight."""
+    return precision.head if op == "lm_head" else precision.decode
+
+
+def batch_tiles(op: str, precision: Precision) -> tuple[int, ...]:
+    """The most sequences of each of a projection's decode GEMMs."""
+    return INT4_BATCH_TILES if decode_element(op, precision) == INT4 else BATCH_TILES
+
+
 def decode_gemm_spec(
     op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None = None
 ) -> DecodeGemmSpec:
@@ -124,8 +136,17 @@ def decode_gemm_spec(
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
     """
+    if decode_element(op, precision) == INT4:
+        spec = _int4(op, n, k, batch_tile, precision, heads)
+    else:
+        spec = _whole(op, n, k, batch_tile, decode_element(op, precision), heads)
+    return replace(spec, kv=written_kv(op, precision))
+
+
+def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
+    """Weights that are an MMA's operand as they are."""
     if batch_tile == 8:
-        return _few(op, n, k, precision, heads)
+        return _few(op, n, k, element, heads)
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
     row_tiles = _wide(tiles, batch_tile) or narrow
@@ -134,7 +155,7 @@ def decode_gemm_spec(
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
             split_k, row_tiles = blocks, blocks * row_tiles
     if split_k > 1 and batch_tile <= 32:
-        return _clustered(op, n, k, batch_tile, precision, heads, row_tiles, split_k)
+        return _clustered(op, n, k, batch_tile, element, heads, row_tiles, split_k)
     # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
     warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
     if row_tiles <= 3 and batch_tile == 16:
@@ -144,10 +165,10 @@ def decode_gemm_spec(
     half = shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)
     # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
     waves = n // (ROW_TILE * row_tiles) * split_k > _MULTIPROCESSORS
-    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, precision.decode.bits, half)
+    stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, element.bits, half)
     return DecodeGemmSpec(
         op,
-        precision.decode,
+        element,
         n,
         k,
         batch_tile,
@@ -160,12 +181,11 @@ def decode_gemm_spec(
         heads,
         next_at="lead" if waves else "end",
         rotate=waves,
-        kv=written_kv(op, precision),
     )
 
 
 def _clustered(
-    op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None, row_tiles: int, split_k: int
+    op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None, row_tiles: int, split_k: int
 ) -> DecodeGemmSpec:
     """A cluster, for 9 to 32 sequences: x by lanes.
 
@@ -177,7 +197,7 @@ def _clustered(
     keeps two from sharing it while another has none, and leaves the next kernel's its place: 4 us for seven stages in
     down instead of six. Where N is large x by lanes costs more than it saves (gate_up 62.5 us, in the ring 60.3).
     """
-    bits = precision.decode.bits
+    bits = element.bits
     warps = 4
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
     alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
@@ -186,7 +206,7 @@ def _clustered(
     stages = max(2, min(fit, -(-k // (split_k * stage_k))))
     spec = DecodeGemmSpec(
         op,
-        precision.decode,
+        element,
         n,
         k,
         batch_tile,
@@ -199,7 +219,6 @@ def _clustered(
         heads,
         LANES_AHEAD,
         next_at="lead" if op == "qkv" else "start",
-        kv=written_kv(op, precision),
     )
     if spec.blocks > spec.blocks_per_sm * _MULTIPROCESSORS:  # wide blocks, of which two take too many registers
         spec = replace(spec, next_at="lead")
@@ -209,7 +228,7 @@ def _clustered(
     return replace(spec, max_registers=(SCHEDULER_REGISTERS - ATTENTION_REGISTERS) // on_scheduler // 8 * 8)
 
 
-def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
+def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
     """Up to 8 sequences: small blocks, of which three share a multiprocessor, so that one starts while another ends.
 
     One row tile where all blocks run at once and K is short: a block is then little more than its start and end, and
@@ -221,25 +240,74 @@ def _few(op: str, n: int, k: int, precision: Precision, heads: Heads | None) -> 
     tiles = n // ROW_TILE
     one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
     row_tiles = 1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2
-    stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * precision.decode.bits)
+    stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits)
     stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
     x_ahead = max(1, 1024 // stage_k)  # four loads a lane in BF16
     waves = tiles // row_tiles > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
     next_at = "lead" if waves else "start"
-    spec = DecodeGemmSpec(
-        op, precision.decode, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at, rotate=waves
+    return DecodeGemmSpec(
+        op, element, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at, rotate=waves
     )
-    return replace(spec, kv=written_kv(op, precision))
 
 
-def _wide(tiles: int, batch_tile: int) -> int | None:
+def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
+    """INT4 weights: blocks that all run at once, of as many row tiles as leave no multiprocessor without one.
+
+    More than eight sequences read x of more row tiles at a time, by a cluster that splits K. x comes by lanes, each of
+    whose warps has all row tiles and K of its own, as long as registers hold it.
+    """
+    group_k = packed_group(k, precision.group_size)
+    tiles, units = n // ROW_TILE, k // group_k
+    row_tiles, split_k = _wide(tiles, batch_tile, 1) or 1, 1
+    most = min(8, batch_tile // 4)
+    while 2 * row_tiles <= most and tiles % (2 * row_tiles) == 0 and units % (2 * split_k) == 0:
+        row_tiles, split_k = 2 * row_tiles, 2 * split_k
+    by_lanes = batch_tile <= 8 or (batch_tile <= 32 and row_tiles <= 4)
+    if by_lanes:
+        warp_rows, warp_split, steps = 1, 8 if row_tiles <= 4 else 4, 1
+    else:
+        warp_rows = row_tiles // 2 if batch_tile <= 32 and row_tiles % 2 == 0 else row_tiles
+        room = shared_share(2 if batch_tile <= 32 else 1) - inbox_bytes(batch_tile, row_tiles, split_k)
+        step_bytes = group_k * (ROW_TILE * row_tiles * 5 // 8 + 2 * batch_tile)  # at least, of each warp of a row
+        fit = min(8 // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
+        least = -(-batch_tile // (32 * warp_rows))  # a lane for every sequence
+        warp_split = max(least, 1 << max(fit, 1).bit_length() - 1)
+        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 else 1
+
+    def spec(stages: int) -> DecodeGemmSpec:
+        return DecodeGemmSpec(
+            op,
+            INT4,
+            n,
+            k,
+            batch_tile,
+            row_tiles,
+            warp_rows,
+            warp_split,
+            split_k,
+            stages,
+            steps * warp_split * group_k,
+            heads,
+            int(by_lanes),
+            group_k=group_k,
+            zero_points=precision.zero_points,
+        )
+
+    two = spec(2)
+    fit = (shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)) // (two.stage_bytes + 16)
+    chosen = spec(max(2, min(fit, MAX_STAGES, -(-k // (split_k * two.stage_k)))))
+    waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
+    return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
+
+
+def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES) -> int | None:
     """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
 
     Many tiles share x, but one thread issues a copy in about 48 ns, in which a multiprocessor takes in 1.6 KB: up to 32
     sequences, more than 8 tiles would leave copies of 2 KB.
     """
     most = 8 if batch_tile <= 32 else 14
-    fitting = [r for r in range(MIN_ROW_TILES, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
+    fitting = [r for r in range(least, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
 
     def busiest(row_tiles: int) -> tuple[int, int]:
         """Row tiles of the multiprocessor that has most."""

@@ -1,12 +1,14 @@
 """The precisions that kernels are generated for: one row each, read by specs, ops and tests.
 
 A precision names four things: what the prefill GEMMs read, what the decode GEMMs read, what the KV cache holds,
-and what the head reads; of FP8 also how weights are scaled and how products are summed.
+and what the head reads; of FP8 also how weights are scaled and how products are summed, of INT4 how many of a row's
+weights share a scale, and whether they share a zero point.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .errors import UnsupportedError
@@ -23,6 +25,7 @@ class Element:
 
 BF16 = Element("bf16", "cutlass::bfloat16_t", 16)
 E4M3 = Element("e4m3", "cutlass::float_e4m3_t", 8)
+INT4 = Element("int4", "cutlass::uint4b_t", 4)  # codes 0 .. 15; symmetric ones stand for code - 8
 
 E4M3_MAX = 448.0  # conversions saturate here
 
@@ -32,10 +35,16 @@ Granularity = Literal["tensor", "channel"]
 # in float32 registers.
 Accumulation = Literal["fast", "promoted"]
 
+GROUP_SIZES = (32, 64, 128, 256)  # of a row's INT4 weights that share a scale
+CHANNEL = -1  # the group is a whole row, which is how GPTQ and compressed-tensors write it
+
 
 @dataclass(frozen=True)
 class Precision:
     """Which element each phase of the model reads; ``weight_scales`` and ``accumulation`` are of FP8 GEMMs.
+
+    ``group_size`` (one of ``GROUP_SIZES``, or ``CHANNEL``) and ``zero_points`` are of INT4 decode weights. The last
+    group of a row is shorter where K is no multiple of it.
 
     ``atol`` and ``rtol_factor`` are the tolerance rule of the kernels' tests: the error against a float32 reference
     may be at most ``rtol_factor`` times that of PyTorch in the same element type, plus ``atol`` times the largest
@@ -51,6 +60,8 @@ class Precision:
     atol: float
     weight_scales: Granularity = "tensor"
     accumulation: Accumulation = "fast"
+    group_size: int = 128
+    zero_points: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -72,13 +83,31 @@ PRECISIONS: dict[str, Precision] = {
         weight_scales="channel",
         accumulation="promoted",
     ),
+    # INT4 weights where tokens are generated: symmetric, a scale for 128. Other groups by name: see get_precision.
+    "int4": Precision("int4", prefill=BF16, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+    "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
+
+# a row of INT4 weights, and their groups: int4-g32-asym
+_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?")
+PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym)"
 
 
 def get_precision(name: str | Precision) -> Precision:
-    """Look a precision up by name; UnsupportedError lists the rows that exist."""
+    """Look a precision up by name; UnsupportedError lists what exists.
+
+    The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64.
+    """
     if isinstance(name, Precision):
         return name
-    if name not in PRECISIONS:
-        raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    if name in PRECISIONS:
+        return PRECISIONS[name]
+    parts = _INT4_NAME.fullmatch(name)
+    if parts is not None and parts[1] in PRECISIONS:
+        row = PRECISIONS[parts[1]]
+        size = CHANNEL if parts[3] else int(parts[2] or row.group_size)
+        if size in (*GROUP_SIZES, CHANNEL):
+            group = "" if size == row.group_size else "-channel" if size == CHANNEL else f"-g{size}"
+            full_name = f"{row.name}{group}{parts[4] or ''}"
+            return replace(row, name=full_name, group_size=size, zero_points=parts[4] is not None)
+    raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")

@@ -209,6 +209,27 @@ def test_perplexity_through_decode_is_that_through_prefill(
         assert error.mean() < allowed.mean()
 
 
+def test_perplexity_of_int4_is_decoded(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    """A prompt is read without INT4: decode is what --precision int4 asks about, and prefill's type is told."""
+    common = ("perplexity", tiny_base_model, "--context", 16, "--windows", 2, "--reference", "--json", "--precision")
+    int4 = run_json(capsys, *common, "int4-g32-asym")
+    assert (int4["precision"], int4["through"], int4["batch"]) == ("int4-g32-asym", "decode", 2)
+    prefill = run_json(capsys, *common, "int4-g32-asym", "--through", "prefill")
+    plain = run_json(capsys, *common, "bf16")
+    assert prefill["prefill"] == "bf16"
+    assert int4["perplexity"] != prefill["perplexity"] == plain["perplexity"]
+    assert not {"prefill", "decode"} & (int4.keys() | plain.keys())
+    assert "(int4 also with -g32, -g64, -g256 or -channel" in failure(capsys, *common, "int4-g48")
+
+
+def test_run_decodes_in_int4(tiny_base_model: Path, capsys: Output) -> None:
+    run = ("run", tiny_base_model, "--prompt", "Hello", "--max-new-tokens", 9, "--reference", "--json", "--precision")
+    report = run_json(capsys, *run, "int4-channel")
+    assert report["precision"] == "int4-channel"
+    model = Llama.from_pretrained(tiny_base_model, device="cpu", precision="int4-channel")
+    assert [report["tokens"]] == model.generate([Tokenizer(tiny_base_model).encode("Hello")], 9)
+
+
 def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     perplexity = ("perplexity", tiny_base_model, "--reference")
     binary = tmp_path / "binary"

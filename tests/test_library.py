@@ -32,6 +32,8 @@ from futransformer.generator.plan import kernel_specs
 from futransformer.generator.specs import ABI_VERSION, KernelSpec
 from futransformer.library import KernelLibrary, load_kernels
 from futransformer.ops.interface import PROJECTIONS
+from futransformer.quantize.int4 import round_to_nearest
+from tests.ops.stand_in import stand_in_library
 
 SMALL = load_config("smollm2-135m")
 SPECS = kernel_specs(SMALL, "bf16")
@@ -234,6 +236,33 @@ def test_codes_are_packed_where_they_are_read_and_nowhere_else(exported: Path, m
     assert fp8.pack("o", "decode", weight).dtype == torch.bfloat16
     with pytest.raises(InputError, match=r"reads torch.float8_e4m3fn, give it codes .*quantize_weight, not "):
         fp8.pack("o", "prefill", weight)
+
+
+def test_int4_is_packed_where_it_is_read_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_library(SMALL, monkeypatch, precision="int4-g32-asym")
+    logical = torch.randn(576, 576).bfloat16()
+    packed = kernels.pack("o", "decode", round_to_nearest("o", logical, 32, zero_points=True))
+    assert (packed.dtype, packed.shape) == (torch.uint8, (36, 18, 16 * 16 + 32 + 16))
+    assert kernels.pack("o", "prefill", logical).dtype == torch.bfloat16
+    head = torch.randn(SMALL.vocab_size, 576).bfloat16()
+    assert kernels.pack("lm_head", "decode", head).dtype == torch.bfloat16
+    for wrong in (logical, packed):
+        with pytest.raises(InputError, match=r"the decode kernel reads INT4, give it an Int4Weight of .*, not torch\."):
+            kernels.pack("o", "decode", wrong)
+    with pytest.raises(InputError, match=r"prefill kernel reads torch\.bfloat16, give it no codes, not INT4"):
+        kernels.pack("o", "prefill", round_to_nearest("o", logical, 32))
+    for others in (round_to_nearest("o", logical, 32), round_to_nearest("o", logical, 64, zero_points=True)):
+        with pytest.raises(InputError, match=r"in the groups of int4-g32-asym \(group_size=32, zero_points=True\)"):
+            kernels.pack("o", "decode", others)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_one_gemm_serves_up_to_eight_sequences_where_batches_may_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load_or_build", lambda specs, **_: {spec.name: (None, b"") for spec in specs})
+    for precision, fastest in (("bf16", 8), ("int4", 4)):
+        for invariant, least in ((False, fastest), (True, 8)):
+            gemm: Any = load_kernels(SMALL, precision, batch_invariant=invariant)._projections.gemms["decode", "o"]
+            assert min(gemm.kernels) == least
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -20,6 +20,7 @@ from futransformer.generator.precision import Granularity, Precision
 from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
 from futransformer.quantize import fp8 as quantize
 from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
+from futransformer.quantize.int4 import Int4Weight
 from futransformer.reference import ReferenceOps
 
 
@@ -123,9 +124,11 @@ class ScaledMmReference(ReferenceOps):
         self.fast = precision.accumulation == "fast"
         self.one = torch.ones((), device=device)
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
-        """See ReferenceOps.pack; codes stay codes."""
-        return logical if logical.dtype == torch.float8_e4m3fn else super().pack(op, phase, logical)
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+        """See ReferenceOps.pack; codes of FP8 stay codes."""
+        if isinstance(logical, Tensor) and logical.dtype == torch.float8_e4m3fn:
+            return logical
+        return super().pack(op, phase, logical)
 
     def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from futransformer.bench.case import Work
 from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.int4 import packed_bytes
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3, get_precision
+from futransformer.generator.precision import E4M3, INT4, get_precision
 from futransformer.ops.interface import Projection
 
 # 70b is the shape of every Llama of that size from 3 on; only max_position_embeddings differs.
@@ -71,15 +72,33 @@ def prefill_model_work(config: LlamaConfig, rows: int, precision: str) -> Work:
     return layer.times(config.num_hidden_layers) + Work(2 * head, BYTES * head)
 
 
-def decode_block_work(config: LlamaConfig, batch: int, context: int) -> Work:
+def decode_weight_bytes(config: LlamaConfig, op: str, precision: str = "bf16") -> int:
+    """A projection's weight as decode reads it; of INT4 its scales as well."""
+    n, k = projections(config)[op]
+    row = get_precision(precision)
+    return packed_bytes(n, k, row.group_size, row.zero_points) if row.decode == INT4 else BYTES * n * k
+
+
+def decode_gemm_work(config: LlamaConfig, op: str, batch: int, precision: str = "bf16") -> Work:
+    """As ``gemm_work`` in BF16, but for the weight."""
+    n, k = projections(config)[op]
+    return gemm_work(config, op, batch) + Work(bytes=decode_weight_bytes(config, op, precision) - BYTES * n * k)
+
+
+def decode_chain_work(config: LlamaConfig, batch: int, precision: str = "bf16") -> Work:
+    """The four projections."""
+    return sum((decode_gemm_work(config, op, batch, precision) for op in BLOCK_OPS), Work())
+
+
+def decode_block_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:
     """One layer of a decode step: weights and cache once; activations stay in L2."""
-    weights = sum(n * k for n, k in (projections(config)[op] for op in BLOCK_OPS))
-    return Work(2.0 * batch * weights, float(BYTES * weights)) + decode_attention_work(config, batch, context)
+    flops = sum(2.0 * batch * n * k for n, k in (projections(config)[op] for op in BLOCK_OPS))
+    weights = sum(decode_weight_bytes(config, op, precision) for op in BLOCK_OPS)
+    return Work(flops, float(weights)) + decode_attention_work(config, batch, context)
 
 
-def decode_step_work(config: LlamaConfig, batch: int, context: int) -> Work:
-    """All layers and the head; the embedding is a gather of a few rows."""
+def decode_step_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:
+    """All layers and the head, in BF16; the embedding is a gather of a few rows."""
     head = float(config.vocab_size * config.hidden_size)
-    return decode_block_work(config, batch, context).times(config.num_hidden_layers) + Work(
-        2 * batch * head, BYTES * head
-    )
+    layers = decode_block_work(config, batch, context, precision).times(config.num_hidden_layers)
+    return layers + Work(2 * batch * head, BYTES * head)

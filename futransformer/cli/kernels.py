@@ -20,7 +20,7 @@ from futransformer.cli.table import megabytes
 from futransformer.cli.table import table as text_table
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.plan import kernel_specs
-from futransformer.generator.precision import PRECISIONS
+from futransformer.generator.precision import PRECISION_NAMES
 from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable
 from futransformer.generator.specs import AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, KernelSpec
@@ -77,7 +77,12 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
-    parser.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
+    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="of an FP8 prefill, also the kernels for layers that a calibration left in BF16",
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -199,7 +204,7 @@ def _plan(
     args: argparse.Namespace, settings: BuildSettings
 ) -> tuple[LlamaConfig, ScheduleTable, tuple[KernelSpec, ...]]:
     config, table = load_config(args.config), schedule_table(settings)
-    return config, table, kernel_specs(config, args.precision, table)
+    return config, table, kernel_specs(config, args.precision, table, mixed=args.mixed)
 
 
 def _row(spec: KernelSpec, record: KernelRecord) -> tuple[str, ...]:

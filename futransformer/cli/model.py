@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, INT4, PRECISION_NAMES, PRECISIONS, get_precision
 
 if TYPE_CHECKING:
-    from futransformer.fp8_scaling import ActivationScales
     from futransformer.model import Llama
+    from futransformer.quantize.recipe import Fp8Recipe
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -61,7 +61,9 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--text", type=Path, metavar="FILE", help="UTF-8 text to score (default: a page that comes with the package)"
     )
     perplexity.add_argument(
-        "--through", choices=tuple(DEFAULT_BATCH), default="prefill", help="the kernels to measure (default: prefill)"
+        "--through",
+        choices=tuple(DEFAULT_BATCH),
+        help="the kernels to measure (default: prefill, but decode where that reads INT4)",
     )
     perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
     perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
@@ -88,7 +90,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
+    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
     parser.add_argument(
         "--fp8-scales",
         choices=("frozen", "running"),
@@ -141,10 +143,9 @@ def _run(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace) -> int:
     import numpy as np  # noqa: PLC0415 - see futransformer.cli
 
-    from futransformer.generator.precision import get_precision  # noqa: PLC0415
     from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415
     from futransformer.kv_cache import pages_for  # noqa: PLC0415
-    from futransformer.perplexity import score, split_windows  # noqa: PLC0415
+    from futransformer.perplexity import Through, score, split_windows  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
     if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
@@ -153,7 +154,9 @@ def _perplexity(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(model_folder(args.model))
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
-    batch = DEFAULT_BATCH[args.through] if args.batch is None else args.batch
+    precision = get_precision(args.precision)
+    through: Through = args.through or ("decode" if precision.decode == INT4 else "prefill")
+    batch = DEFAULT_BATCH[through] if args.batch is None else args.batch
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")
     check_window(tokenizer.folder, len(windows[0]))
@@ -170,18 +173,18 @@ def _perplexity(args: argparse.Namespace) -> int:
         context=args.context,
         windows=args.windows,
         batch=batch,
-        through=args.through,
+        through=through,
         progress=show,
     )
     seconds = time.perf_counter() - start
     if args.nll is not None:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
-    decode = get_precision(args.precision).decode.name
+    plain = getattr(precision, through) == BF16 and precision.name != BF16.name
     report: dict[str, Any] = {
         **_what_computed(model, args.precision),
-        **({"decode": decode} if args.through == "decode" and decode != args.precision else {}),
-        "through": args.through,
+        **({through: BF16.name} if plain else {}),  # the precision's name speaks of the other phase
+        "through": through,
         "text": text_name,
         "context": args.context,
         "stride": args.context,
@@ -209,8 +212,14 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 def _what_computed(model: Llama, precision: str) -> dict[str, str]:
     """What a report begins with."""
-    scales = {} if model.scaling is None else {"fp8_scales": model.scaling.mode}
-    return {"model": model.config.name, "precision": precision, **scales, "backend": model.ops.describe()}
+    from futransformer.layer_parts import format_parts  # noqa: PLC0415 - see futransformer.cli
+
+    report = {"model": model.config.name, "precision": precision}
+    if model.scaling is not None:
+        report["fp8_scales"] = model.scaling.mode
+        if model.scaling.bf16:
+            report["bf16_layers"] = format_parts(model.scaling.bf16)
+    return {**report, "backend": model.ops.describe()}
 
 
 def _saturated(model: Llama) -> dict[str, dict[str, int]]:
@@ -252,11 +261,15 @@ def check_window(folder: Path, tokens: int) -> None:
 
 
 def load(
-    args: argparse.Namespace, folder: Path, cache_tokens: int, activation_scales: ActivationScales | None = None
+    args: argparse.Namespace,
+    folder: Path,
+    cache_tokens: int,
+    recipe: Fp8Recipe | None = None,
+    max_rows: int | None = None,
 ) -> Llama:
-    """Load the model and say what computes."""
+    """Load the model and say what computes; ``max_rows`` of a pass, if there is a reason for another number."""
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
-    from futransformer.model import Llama  # noqa: PLC0415
+    from futransformer.model import MAX_ROWS, Llama  # noqa: PLC0415
 
     if args.fp8_scales is not None and get_precision(args.precision).prefill != E4M3:
         raise InputError(f"--fp8-scales is of FP8: add --precision {FP8_PRECISIONS[0]}, or leave it out")
@@ -272,7 +285,8 @@ def load(
         kernels=args.kernels,
         progress=say,
         fp8_scales=args.fp8_scales or "frozen",
-        activation_scales=activation_scales,
+        recipe=recipe,
+        max_rows=max_rows or MAX_ROWS,
     )
     say(f"{model.config.name} on: {model.ops.describe()}")
     return model

@@ -18,7 +18,7 @@ from futransformer.build.manifest import load_cubin
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import DeviceError, InputError
-from futransformer.generator.precision import PRECISIONS
+from futransformer.generator.precision import PRECISION_NAMES
 from futransformer.generator.schedules import MULTIPROCESSORS, ScheduleTable
 from futransformer.tables import schedule_table, tuned_path, write_table
 
@@ -42,7 +42,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         description="Compile, check and time schedules of the prefill GEMMs; later builds use what wins.",
     )
     tune.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
-    tune.add_argument("--precision", default="bf16", help=f"one of: {', '.join(PRECISIONS)} (default: bf16)")
+    tune.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
     tune.add_argument(
         "--ops", default=DEFAULT_OPS, metavar="LIST", help=f"projections to tune (default: {DEFAULT_OPS})"
     )

@@ -45,7 +45,12 @@ class DecodeGemm:
 
     @property
     def operand(self) -> torch.dtype:
-        """Type of x and the weight."""
+        """Type of x, whatever the weight's."""
+        return torch.bfloat16
+
+    @property
+    def weight_type(self) -> torch.dtype:
+        """See ProjectionGemm.weight_type."""
         return DTYPES[self._choose(1)[1].element]
 
     @property

@@ -24,7 +24,7 @@ class PrefillGemm:
         self.kernels = dict(sorted(kernels.items()))
         _, spec = self._choose(1)
         self._weight_shape = spec.n, spec.k
-        self.operand = DTYPES[spec.element]
+        self.operand = self.weight_type = DTYPES[spec.element]
         self.kv = spec.kv
         self.scales = 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from futransformer.quantize.int4 import Int4Weight
+
 Phase = Literal["prefill", "decode"]
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -59,8 +61,10 @@ class Ops(Protocol):
         """
         ...
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor) -> Tensor:
-        """Turn a logical weight [N, K], BF16 (E4M3 where the phase reads FP8), into what this backend's GEMM reads."""
+    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16, E4M3 codes where the phase reads FP8,
+        an Int4Weight where it reads INT4. Scales of INT4 are inside what comes out.
+        """
         ...
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:

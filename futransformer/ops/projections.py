@@ -35,7 +35,12 @@ class ProjectionGemm(Protocol):
 
     @property
     def operand(self) -> torch.dtype:
-        """Type of x and the weight."""
+        """Type of x."""
+        ...
+
+    @property
+    def weight_type(self) -> torch.dtype:
+        """Type of the packed weight; uint8 where it is INT4, with its scales."""
         ...
 
     @property
@@ -54,7 +59,10 @@ class ProjectionGemm(Protocol):
 
 
 class Projections:
-    """qkv, o, gate_up, down and lm_head of one model in both phases; ``gemms`` is keyed by (phase, projection)."""
+    """qkv, o, gate_up, down and lm_head of one model in both phases; ``gemms`` is keyed by (phase, projection).
+
+    ``bf16`` are of a prefill whose ``gemms`` read FP8, for parts of layers that do not: the type of x chooses.
+    """
 
     def __init__(
         self,
@@ -62,20 +70,27 @@ class Projections:
         heads: Heads,
         gemms: dict[tuple[Phase, Projection], ProjectionGemm],
         device: torch.device,
+        bf16: dict[Projection, ProjectionGemm] | None = None,
     ) -> None:
         self.config = config
         self.heads = heads
         self.gemms = gemms
+        self.bf16 = bf16 or {}
         self.device = device
+
+    def gemm(self, phase: Phase, op: Projection, operand: torch.dtype | None) -> ProjectionGemm:
+        """The one that reads this type, or that of the phase, which will refuse it."""
+        beside = phase == "prefill" and operand != E4M3 and op in self.bf16
+        return self.bf16[op] if beside else self.gemms[phase, op]
 
     def _checked(
         self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor, scale: Tensor | None
     ) -> tuple[ProjectionGemm, dict[str, Argument]]:
         """The GEMM, and the argument that scales its sums, if its operands are scaled."""
         check_phase(op, phase)
-        gemm = self.gemms[phase, op]
+        gemm = self.gemm(phase, op, getattr(x, "dtype", None))
         check_tensor(op, "x", x, (None, k), gemm.operand, self.device)
-        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.operand, self.device)
+        check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.weight_type, self.device)
         if (scale is None) != (gemm.scales == 0):
             needs = "needs the scale of its sums" if scale is None else "takes no scale: its operands are not scaled"
             raise InputError(f"{op}: the {phase} kernel {needs}")

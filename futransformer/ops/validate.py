@@ -9,13 +9,13 @@ from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.generator.errors import InputError
-from futransformer.generator.precision import BF16, E4M3
+from futransformer.generator.precision import BF16, E4M3, INT4
 from futransformer.ops.interface import Fp8Output
 
 # A GEMM's arguments that are accessed sixteen bytes at a time.
 VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out", "out_fp8")
 
-DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn}
+DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn, INT4: torch.uint8}  # of a packed weight
 
 
 def check_tensor(
@@ -28,6 +28,8 @@ def check_tensor(
         remedy = f"convert it with .to({dtype})"
         if torch.float8_e4m3fn in (dtype, tensor.dtype):
             remedy = "no conversion gives codes their scale: see futransformer.quantize.fp8, and fp8= of the operations"
+        elif torch.uint8 in (dtype, tensor.dtype):
+            remedy = "no conversion packs INT4: see round_to_nearest of futransformer.quantize.int4, and pack"
         raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; {remedy}")
     if tensor.device != device and (device.index is not None or tensor.device.type != device.type):
         raise InputError(f"{op}: {name} is on {tensor.device}, the kernels are on {device}; move it there")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..precision import BF16, Element
+from ..int4 import ROW_TILE, unit_bytes
+from ..precision import BF16, INT4, Element
 from .base import (
     DECODE_EPILOGUES,
     MAX_SHARED_BYTES,
@@ -18,13 +19,13 @@ from .base import (
     with_kv,
 )
 
-ROW_TILE = 16  # output columns that one MMA computes
 LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
 _GROUP_K = 32  # k that 16 bytes of activations a lane cover: the least a warp advances by
 _ACTIVATION_BYTES = 2
 SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
 SCHEDULER_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
+_BOX_ALIGNMENT = 128  # bytes, of where a box lands
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
 
 
@@ -45,10 +46,12 @@ class DecodeGemmSpec(KernelSpec):
     next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
     (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
+
+    INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
+    (generator/int4.py); a warp advances by whole units. Of up to four sequences they are multiplied as integers.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -67,14 +70,25 @@ class DecodeGemmSpec(KernelSpec):
     next_at: str = "end"
     rotate: bool = False
     max_registers: int = 0
+    group_k: int = 0
+    zero_points: bool = False
     kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
+        self.require(
+            self.group_k in ((32, 64, 128) if self.element == INT4 else (0,)),
+            "INT4 weights have a group_k of 32, 64 or 128, others of 0",
+        )
+        self.require(self.element == INT4 or not self.zero_points, "zero_points belong to INT4 weights")
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
-        self.require(self.batch_tile in (8, 16, 32, 64), "batch_tile must be 8, 16, 32 or 64")
         self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
+        integers = self.batch_tile == 4 and self.element == INT4 and self.x_ahead > 0
+        self.require(
+            self.batch_tile in (8, 16, 32, 64) or integers,
+            "batch_tile must be 8, 16, 32 or 64; 4 for INT4 weights whose x comes by lanes",
+        )
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
             self.row_tiles % self.warp_rows == 0 and self.row_tiles % self.split_k == 0,
@@ -100,8 +114,21 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def step_k(self) -> int:
-        """K that a warp advances by: whole loads of weights and of activations."""
-        return max(_GROUP_K, _LANES * LANE_BYTES * 8 // (ROW_TILE * self.element.bits))
+        """K that a warp advances by: whole loads of weights and of activations, whole units of INT4."""
+        return self.group_k or max(_GROUP_K, _LANES * LANE_BYTES * 8 // (ROW_TILE * self.element.bits))
+
+    @property
+    def weight_type(self) -> str:
+        """The C++ type that says how weights are read."""
+        if self.element != INT4:
+            return self.element.cutlass
+        return f"futransformer::Int4<{self.group_k}, {str(self.zero_points).lower()}>"
+
+    def weight_bytes(self, k: int) -> int:
+        """Bytes of one row tile's weights for this much of K."""
+        if self.element == INT4:
+            return k // self.group_k * unit_bytes(self.group_k, self.zero_points)
+        return k * ROW_TILE * self.element.bits // 8
 
     @property
     def warps(self) -> int:
@@ -125,7 +152,9 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements a lane."""
+        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes."""
+        if self.element == INT4:
+            return (self.n // ROW_TILE, self.k // self.group_k, unit_bytes(self.group_k, self.zero_points))
         elements = LANE_BYTES * 8 // self.element.bits
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
@@ -140,6 +169,12 @@ class DecodeGemmSpec(KernelSpec):
         return (self.stage_k // _GROUP_K, self.batch_tile, _GROUP_K)
 
     @property
+    def instructions(self) -> tuple[str, ...]:
+        """See KernelSpec.instructions."""
+        multiply = "IMMA.16832.U8.S8" if self.batch_tile == 4 else "HMMA.16816.F32.BF16"
+        return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
+
+    @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
         return with_kv(DECODE_EPILOGUES[self.op], self.kv)
@@ -148,8 +183,9 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
+        groups = f"g{self.group_k}" + "z" * self.zero_points if self.group_k else ""
         return (
-            f"decode_gemm_{self.op}_sm90_{self.element.name}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
+            f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
             f"_{self.next_at}{'_rotate' * self.rotate}"
             f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}"
@@ -171,10 +207,17 @@ class DecodeGemmSpec(KernelSpec):
         return _LANES * (self.warps + 1)
 
     @property
+    def stage_bytes(self) -> int:
+        """Shared bytes of a stage: weights, and a box of x if it travels with them."""
+        weights = self.row_tiles * self.weight_bytes(self.stage_k)
+        if not self.x_in_ring:
+            return weights
+        return -(-weights // _BOX_ALIGNMENT) * _BOX_ALIGNMENT + self.stage_k * self.batch_tile * _ACTIVATION_BYTES
+
+    @property
     def shared_bytes(self) -> int:
         """The ring, later the partial sums (four floats of padding a row); two barriers a stage; sums of a cluster."""
-        weights = self.stage_k * self.block_rows * self.element.bits // 8
-        ring = self.stages * (weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES * self.x_in_ring)
+        ring = self.stages * self.stage_bytes
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
         inbox = inbox_bytes(self.batch_tile, self.row_tiles, self.split_k)
         return max(ring, partial) + self.stages * 16 + inbox
@@ -183,9 +226,12 @@ class DecodeGemmSpec(KernelSpec):
     def blocks_per_sm(self) -> int:
         """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
-        steps_held = max(1, self.x_ahead * self.stage_k // (self.warp_split * self.step_k))
-        activations = self.batch_tile // 8 * self.step_k // 8 * steps_held
-        weights = self.row_tiles // self.warp_rows * self.step_k // 8
+        held_k = max(min(self.step_k, 64), self.x_ahead * self.stage_k // self.warp_split)
+        activations = max(self.batch_tile // 8, 1) * held_k // 8
+        if self.element == INT4:
+            sums, weights = 2 * sums, 12  # those of a unit too; codes, and what becomes of them
+        else:
+            weights = self.row_tiles // self.warp_rows * self.step_k // 8
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:

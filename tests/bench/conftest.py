@@ -13,7 +13,7 @@ from torch import Tensor
 from futransformer.bench import graphs, llama
 from futransformer.bench.case import Ceilings, Contender
 from futransformer.bench.harness import Harness
-from futransformer.bench.rivals import attention, torch_bf16
+from futransformer.bench.rivals import attention, torch_bf16, torch_int4
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import shape_config
 from futransformer.bench.subjects import prefill_model
@@ -121,6 +121,19 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> CpuBench:
     monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
     monkeypatch.setattr(torch_bf16, "compiled", lambda function: function)
     monkeypatch.setattr(torch_bf16, "fastest_backend", lambda *_: "flash")
+
+    def product(x: Tensor, weight: torch_int4.Weight) -> Tensor:
+        """PyTorch's INT4 product on the CPU, which packs otherwise and has the same scales and zeros."""
+        state = weight.packed, weight.group_size, weight.scales_and_zeros
+        result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, *state)
+        return result
+
+    def packed(codes: Tensor) -> Tensor:
+        result: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), torch_int4.INNER_K_TILES)
+        return result
+
+    monkeypatch.setattr(torch_int4, "product", product)
+    monkeypatch.setattr(torch_int4, "pack", packed)
 
     def varlen(cu_seqlens: Tensor, longest: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """FlashAttention-4's place, taken by PyTorch prompt by prompt."""

@@ -18,6 +18,10 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import (
     RAGGED,
     block_gemm_work,
+    decode_block_work,
+    decode_chain_work,
+    decode_gemm_work,
+    decode_step_work,
     gemm_work,
     prefill_attention_work,
     prefill_model_work,
@@ -56,6 +60,14 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
     "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
+    **{
+        f"decode_gemm/{op}/int4-g64": partial(decode_gemm.open_case, SMALL, op, 3, precision="int4-g64")
+        for op in ("qkv", "o", "gate_up", "down")
+    },
+    "decode_gemm/chain/int4-g32-asym": partial(decode_gemm.open_chain, SMALL, 3, precision="int4-g32-asym"),
+    "decode_block/int4-g64": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g64"),
+    "decode_block/int4-g32-asym": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g32-asym"),
+    "decode_step/int4-g64": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64"),
     "gateup_swiglu/fp8": partial(gateup_swiglu.open_fp8_case, SMALL, 24),
     **{f"gemm/{op}/fp8": partial(gemm.open_fp8_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
     "gemm/host/fp8": partial(gemm.open_fp8_case, SMALL, "down", 1024),
@@ -67,6 +79,7 @@ RUN_HERE = (
     "torch-bf16",
     "torch-bf16-epilogue",
     "torch-bf16-padded",
+    "torch-int4",
     "torch-fp8",
     "torch-fp8-mm",
     "torch-fp8-padded",
@@ -75,7 +88,8 @@ RUN_HERE = (
 
 
 def precision_of(name: str) -> Precision:
-    return get_precision("fp8" if name.endswith("fp8") else "bf16")
+    last = name.rpartition("/")[2]
+    return get_precision(last if last.startswith(("fp8", "int4")) else "bf16")
 
 
 @pytest.mark.parametrize("name", OPENED)
@@ -163,8 +177,8 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"{subject}/") for name in names)
     assert any(case.default for case in cases)
-    assert all(case.precision in ("bf16", "fp8") for case in cases)
-    assert all(("/fp8/" in case.name) == (case.precision == "fp8") for case in cases)
+    for case in cases:
+        assert [case.precision] == [name for name in ("fp8", "int4") if f"/{name}/" in case.name] or ["bf16"]
     if not isinstance(cases[0], HostCase):
         assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
 
@@ -183,6 +197,10 @@ def test_the_agreed_cases_exist() -> None:
         "attention_prefill/8b/bf16/1x32768",
         "prefill_block/8b/bf16/ragged",
         "decode_gemm/8b/chain/bf16/B=32",
+        "decode_gemm/8b/chain/int4/B=16",
+        "decode_block/8b/int4/B=32/ctx=4096",
+        "decode_block/70b/int4/B=2/ctx=1024",
+        "decode_step/8b/int4/head=bf16/B=1/ctx=1024",
         "attention_decode/8b/bf16/B=32/ctx=4096",
         "decode_block/70b/bf16/B=64/ctx=131072",
         "decode_block/8b/bf16/batch_invariant/B=4/ctx=1024",
@@ -223,14 +241,25 @@ def test_an_unknown_subject_is_refused() -> None:
 
 def test_work_of_the_published_cases() -> None:
     """The floors that the plan quotes for an H200: an 8B layer of 436 MB at 4.5 TB/s, and its KV."""
-    from futransformer.bench.shapes import decode_block_work  # noqa: PLC0415
-
     config = shape_config("8b")
     assert decode_block_work(config, 1, 1024).bytes / 4.5e12 == pytest.approx(98e-6, rel=0.01)
     assert decode_block_work(config, 32, 1024).bytes / 4.5e12 == pytest.approx(127e-6, rel=0.01)
     assert gemm_work(config, "gate_up", 8192).flops == 4 * 8192 * 14336 * 4096
     assert prefill_attention_work(config, (2048,) * 4).flops == 2 * 4 * 32 * 2048 * 2048 * 128
     assert replace(config, num_hidden_layers=1).heads == config.heads
+
+
+def test_work_of_int4() -> None:
+    """The floor that the plan quotes: 112.5 MB of an 8B layer's weights and scales; activations and cache stay BF16."""
+    config = shape_config("8b")
+    weights = 218_103_808 * (0.5 + 2 / 128)
+    assert decode_block_work(config, 1, 1024, "int4").bytes == weights + 2 * 2 * 1024 * 1024
+    bf16, int4 = (decode_chain_work(config, 8, precision) for precision in ("bf16", "int4"))
+    assert bf16 == block_gemm_work(config, 8)
+    assert int4 == Work(bf16.flops, bf16.bytes - 2 * 218_103_808 + weights)
+    assert decode_gemm_work(config, "o", 8, "int4").bytes == 4096 * 4096 * (0.5 + 2 / 128) + 8 * 4096 * 2 * 3
+    step = decode_step_work(config, 1, 1, "int4")
+    assert step.floor_seconds(Ceilings(4.5, 1500.0, 800.0)) == pytest.approx(1.03e-3, rel=0.01)
 
 
 def test_work_of_fp8() -> None:

@@ -15,9 +15,11 @@ from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import load_config
 from futransformer.generator.schedules import FEW_ROWS
 from futransformer.kv_cache import CachedSequence
+from futransformer.layer_parts import parse_parts
 from futransformer.model import Llama
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PassShape, PrefillGraphs
 from futransformer.quantize.calibrate import calibrate
+from futransformer.quantize.recipe import Fp8Recipe
 from tests.ops.stand_in import stand_in_library
 
 TOKENS = torch.randint(256, (400,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -49,13 +51,16 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     return recorded
 
 
-def load(folder: Path, monkeypatch: pytest.MonkeyPatch, *, precision: str, capturable: bool, **options: Any) -> Llama:
+def load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, precision: str, capturable: bool, parts: str = "", **options: Any
+) -> Llama:
     """The tiny model on stand-ins, of which a row's bits depend on no other row."""
     config = load_config(folder)
     if precision == "fp8":
         results = 4 * config.num_hidden_layers + 1
-        options["activation_scales"] = ActivationScales(torch.full((results,), 2.0**-12), torch.ones(results))
-    ops = stand_in_library(config, monkeypatch, precision=precision)
+        scales = ActivationScales(torch.full((results,), 2.0**-12), torch.ones(results))
+        options["recipe"] = Fp8Recipe(scales, parse_parts(parts, 2) if parts else frozenset())
+    ops = stand_in_library(config, monkeypatch, precision=precision, mixed=bool(parts))
     ops.capturable = capturable
     model = Llama.from_pretrained(folder, ops=ops, precision=precision, cache_tokens=1024, **options)
     # that of a file on the CPU stands anywhere
@@ -74,19 +79,30 @@ def read_all(model: Llama) -> list[Tensor]:
     return [*results, model.cache.pool.nan_to_num(7)]
 
 
-@pytest.mark.parametrize(("precision", "mode"), [("bf16", "frozen"), ("fp8", "frozen"), ("fp8", "running")])
+@pytest.mark.parametrize(
+    ("precision", "mode", "parts"),
+    [
+        ("bf16", "frozen", ""),
+        ("fp8", "frozen", ""),
+        ("fp8", "running", ""),
+        ("fp8", "frozen", "0.attention, 1.attention"),
+        ("fp8", "running", "0.mlp"),
+    ],
+)
 def test_padding_and_replaying_change_no_bit(
     tiny_base_model: Path,
     captured: list[RecordedGraph],
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     mode: Any,
+    parts: str,
 ) -> None:
     """Nor a maximum or a count of FP8: rows that stand for nothing leave no trace."""
-    expected = read_all(load(tiny_base_model, monkeypatch, precision=precision, capturable=False, fp8_scales=mode))
+    options = {"precision": precision, "parts": parts, "fp8_scales": mode, "max_rows": 60}  # padded to 64
+    expected = read_all(load(tiny_base_model, monkeypatch, capturable=False, **options))
     assert not captured
     assert precision == "bf16" or expected[4].sum() > 0, "some values saturate, and are counted"
-    actual = read_all(load(tiny_base_model, monkeypatch, precision=precision, capturable=True, fp8_scales=mode))
+    actual = read_all(load(tiny_base_model, monkeypatch, capturable=True, **options))
     assert sum(graph.replays for graph in captured) >= 2
     assert len(captured) < len(BATCHES)
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
@@ -180,7 +196,7 @@ def test_a_pass_in_one_buffer() -> None:
 # On generated kernels
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8"])
+@pytest.fixture(scope="module", params=["bf16", "fp8", "fp8-mixed"])
 def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
     """The real model on the generated kernels."""
     problem = hopper_problem()
@@ -189,12 +205,14 @@ def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
     exports: Path | None = request.config.getoption("--kernels")
     options: dict[str, Any] = {}
     name = "smollm2-135m"
-    if request.param == "fp8":
+    precision = request.param.removesuffix("-mixed")
+    if precision == "fp8":
         name, layers = f"{name}-fp8", load_config(small_model).num_hidden_layers
-        options["activation_scales"] = ActivationScales.unknown(layers)
+        bf16 = parse_parts("0.mlp, 3, 29.attention", layers) if request.param != precision else frozenset()
+        options["recipe"] = Fp8Recipe.unknown(layers, bf16)
     kernels = exports / name if exports else None
     model = Llama.from_pretrained(
-        small_model, device="cuda", precision=request.param, kernels=kernels, cache_tokens=8192, **options
+        small_model, device="cuda", precision=precision, kernels=kernels, cache_tokens=8192, **options
     )
     if model.scaling is not None:
         calibrate(model, TOKENS, context=100, samples=4)

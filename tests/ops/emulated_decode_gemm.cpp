@@ -1,9 +1,12 @@
 // The decode GEMM's own source in the emulator, against double precision: ring, slices of K, warps that share row tiles
-// and k, clusters that add one another's sums, short last stages, batches below the tile.
+// and k, clusters that add one another's sums, short last stages, batches below the tile. Integers of four-bit weights
+// must come out exactly.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "fragment.cuh"
+
+#include "split_activations.cuh"
 
 #include "decode_gemm.cuh"
 
@@ -60,40 +63,94 @@ struct Guarded {
   void show(bool readable) const { mprotect(memory, room, readable ? PROT_READ | PROT_WRITE : PROT_NONE); }
 };
 
-template <int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages, int StageK,
-          int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
-void check(int m) {
-  using Gemm = futransformer::DecodeGemm<cutlass::bfloat16_t, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster,
-                                         Stages, StageK, XAhead, Next, Rotate>;
+// Bytes at multiples of 16, as on the device.
+struct Bytes {
+  struct alignas(16) Chunk {
+    unsigned char byte[16];
+  };
+  std::vector<Chunk> chunks;
+
+  explicit Bytes(size_t bytes) : chunks(bytes / 16) {}
+  unsigned char& operator[](size_t i) { return chunks[i / 16].byte[i % 16]; }
+  void store(size_t i, uint16_t value) { std::memcpy(&(*this)[i], &value, 2); }
+};
+
+// A packed weight of random elements and x to go with it; `logical` [N, K] becomes what the weight stands for. Sums
+// of kExact elements are exact in float32, in any order.
+template <class Element>
+struct Random;
+
+template <>
+struct Random<cutlass::bfloat16_t> {
+  static constexpr bool kExact = false;
+  std::normal_distribution<float> normal;
+
+  float x(std::mt19937& random) { return normal(random); }
+  Bytes weight(int n, int k, std::mt19937& random, std::vector<float>& logical) {
+    Bytes packed(size_t(n) * k * 2);
+    for (int i = 0; i < n * k; ++i) {
+      uint16_t const bits = to_bf16(normal(random));
+      // Fragment order [N / 16, K / 16, lane, 8]: element e of lane 4 g + t, MMA j of a group of 32 k.
+      int const e = i % 8, lane = i / 8 % 32, step = i / 256 % (k / 16), tile = i / 256 / (k / 16);
+      int const row = 16 * tile + lane / 4 + 8 * (e / 2 % 2);
+      packed.store(2 * i, bits);
+      logical[row * k + step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + e / 4 * 2 + e % 2] = from_bf16(bits);
+    }
+    return packed;
+  }
+};
+
+template <int GroupK, bool ZeroPoints>
+struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
+  static constexpr bool kExact = true;
+
+  float x(std::mt19937& random) { return int(random() % 17) - 8; }
+  Bytes weight(int n, int k, std::mt19937& random, std::vector<float>& logical) {
+    constexpr int kCodes = 8 * GroupK, kUnit = kCodes + 32 + 16 * ZeroPoints;
+    Bytes packed(size_t(n) * k / (16 * GroupK) * kUnit);
+    for (int row = 0; row < n; ++row) {
+      for (int unit = 0; unit < k / GroupK; ++unit) {
+        size_t const base = (size_t(row / 16) * (k / GroupK) + unit) * kUnit;
+        int const exponent = random() % 4, g = row % 8, half = row / 8 % 2, zero = ZeroPoints ? random() % 16 : 8;
+        packed.store(base + kCodes + 4 * g + 2 * half, 0x3c00 - exponent * 0x400);  // 2^-exponent
+        if (ZeroPoints) packed[base + kCodes + 32 + 2 * g + half] = zero;
+        for (int i = 0; i < GroupK; ++i) {
+          // Nibble e / 2 + 4 (e % 2) of the word of row g + 8 half, lane t and 32 k; words of 64 k lie side by side.
+          int const code = random() % 16, e = i % 8, t = i / 8 % 4, nibble = e / 2 + e % 2 * 4;
+          int const lane_bytes = GroupK % 64 ? 8 : 16, group = GroupK % 64 ? 0 : i / 32 % 2;
+          size_t const word = base + i / 64 * 512 + (4 * g + t) * lane_bytes + group * 8 + half * 4;
+          packed[word + nibble / 2] |= code << nibble % 2 * 4;
+          logical[row * k + unit * GroupK + i] = std::ldexp(float(code - zero), -exponent);
+        }
+      }
+    }
+    return packed;
+  }
+};
+
+template <class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
+          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
+void check_of(int m) {
+  using Gemm = futransformer::DecodeGemm<Element, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK,
+                                         XAhead, Next, Rotate>;
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
-  struct alignas(16) Chunk {
-    uint16_t element[8];
-  };
-  std::vector<Chunk> weight(N * K / 8);
-  Guarded const x_memory(size_t(m) * K * 2);
-  auto* const x = static_cast<Chunk*>(x_memory.last(size_t(m) * K * 2));
+  Random<Element> elements;
   std::vector<float> logical(N * K), scales(m), out(m * N, NAN), sums(m * kBlocks, NAN);
-  for (int i = 0; i < N * K; ++i) {
-    uint16_t const bits = to_bf16(normal(random));
-    // Fragment order [N / 16, K / 16, lane, 8]: element e of lane 4 g + t, MMA j of a group of 32 k.
-    int const e = i % 8, lane = i / 8 % 32, step = i / 256 % (K / 16), tile = i / 256 / (K / 16);
-    int const row = 16 * tile + lane / 4 + 8 * (e / 2 % 2);
-    int const k = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + e / 4 * 2 + e % 2;
-    weight[i / 8].element[i % 8] = bits;
-    logical[row * K + k] = from_bf16(bits);
-  }
-  for (int i = 0; i < m * K; ++i) x[i / 8].element[i % 8] = to_bf16(normal(random));
-  for (float& scale : scales) scale = normal(random);
+  Bytes const weight = elements.weight(N, K, random, logical);
+  Guarded const x_memory(size_t(m) * K * 2);
+  auto* const x = static_cast<uint16_t*>(x_memory.last(size_t(m) * K * 2));
+  for (int i = 0; i < m * K; ++i) x[i] = to_bf16(elements.x(random));
+  for (float& scale : scales) scale = elements.kExact ? 1.f : normal(random);
 
-  CUtensorMap const x_map{x[0].element, m, K, BatchTile, 32, StageK / 32};
+  CUtensorMap const x_map{x, m, K, BatchTile, 32, StageK / 32};
   auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
   // x is there once the kernel before is done. In the emulator a thread that reads it sooner faults.
   emulator::previous_kernel = [&](bool done) { x_memory.show(done); };
   auto const run = [&] {
-    Gemm::run(source, weight.data(), m, epilogue);
+    Gemm::run(source, weight.chunks.data(), m, epilogue);
     emulator::expect(emulator::block->let_go == 1, "a block must let the next kernel start, and once");
   };
   emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, run, Cluster);
@@ -105,14 +162,18 @@ void check(int m) {
       for (int column = part * (N / kBlocks); column < (part + 1) * (N / kBlocks); ++column) {
         double exact = 0, magnitude = 0;
         for (int k = 0; k < K; ++k) {
-          double const product = double(logical[column * K + k]) * from_bf16(x[(row * K + k) / 8].element[k % 8]);
+          double const product = double(logical[column * K + k]) * from_bf16(x[row * K + k]);
           exact += product;
           magnitude += std::fabs(product);
         }
         // Float32 sums: every addition rounds to half a unit of 2^-23, K / 16 of them and the parts.
         double const allowed = magnitude * std::fabs(scales[row]) * (K / 16 + 20) * 0x1p-24;
         double const error = std::fabs(out[row * N + column] - exact * scales[row]);
-        worst = std::max(worst, error <= allowed ? error / allowed : INFINITY);
+        if (elements.kExact) {
+          worst = error == 0 ? worst : INFINITY;
+        } else {
+          worst = std::max(worst, error <= allowed ? error / allowed : INFINITY);
+        }
         total += out[row * N + column];
         size += std::fabs(out[row * N + column]);
       }
@@ -125,6 +186,15 @@ void check(int m) {
               N, K, m, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK, worst,
               passed ? "" : " FAILED");
   failures += !passed;
+}
+
+template <auto... Tiling>
+void check(int m) {
+  check_of<cutlass::bfloat16_t, Tiling...>(m);
+}
+template <int GroupK, bool ZeroPoints, auto... Tiling>
+void check_int4(int m) {
+  check_of<futransformer::Int4<GroupK, ZeroPoints>, Tiling...>(m);
 }
 
 int main() {
@@ -153,5 +223,20 @@ int main() {
   check<192, 256, 32, 6, 1, 4, 2, 2, 128, 2, NextAt::Lead>(19);  // a cluster whose slices are one stage
   check<128, 2560, 32, 4, 1, 4, 4, 4, 128, 2>(20);               // a ring that turns by a single stage
   check<128, 512, 16, 8, 1, 2, 8, 2, 64, 1>(16);                 // a cluster of eight, each finishing a tile
+
+  check_int4<128, false, 64, 4096, 8, 2, 1, 8, 1, 3, 1024, 2, NextAt::Start>(5);  // a unit a warp and stage, x by lanes
+  check_int4<128, true, 64, 1536, 8, 2, 1, 4, 1, 2, 1024, 1, NextAt::Lead>(8);    // two, and zero points
+  check_int4<64, false, 64, 576, 8, 1, 1, 8, 1, 2, 1024, 2>(3);                   // K that 128 does not divide
+  check_int4<32, true, 64, 608, 8, 2, 1, 4, 1, 3, 256, 2>(7);                     // half loads, a short stage
+  check_int4<128, false, 224, 1024, 16, 7, 7, 1, 1, 3, 256, 0, NextAt::Lead, true>(13);  // x in the ring
+  check_int4<64, true, 96, 704, 32, 3, 3, 2, 1, 3, 128>(29);  // a box of x behind an odd number of units
+  check_int4<128, false, 128, 2048, 32, 4, 1, 4, 2, 3, 512, 1, NextAt::Start>(32);  // a cluster, x by lanes
+  check_int4<32, false, 64, 704, 16, 4, 2, 2, 2, 3, 64>(9);                         // half loads, x in the ring
+  check_int4<128, true, 128, 1024, 64, 8, 4, 1, 4, 2, 128>(64);                     // all at once
+
+  check_int4<128, false, 64, 4096, 4, 2, 1, 8, 1, 3, 1024, 2, NextAt::Start>(1);  // x as integers, one sequence
+  check_int4<128, true, 112, 1536, 4, 7, 1, 4, 1, 2, 512, 1, NextAt::Lead>(4);
+  check_int4<64, true, 64, 704, 4, 4, 2, 4, 1, 2, 256, 1>(3);
+  check_int4<32, false, 64, 704, 4, 4, 1, 4, 2, 2, 128, 2>(2);
   return failures;
 }

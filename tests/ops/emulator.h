@@ -61,6 +61,11 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+inline float from_half(uint16_t bits) {  // finite ones
+  int const exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float const magnitude = std::ldexp(float(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
 inline uint8_t to_e4m3(float value) {  // round to nearest even, saturate
   if (std::isnan(value)) return 0x7f;
   float const magnitude = std::fmin(std::fabs(value), 448.f);
@@ -164,7 +169,7 @@ void meet(int instruction, Compute compute) {
   while (meeting.round == round) yield();
 }
 
-enum Instruction { kSyncWarp, kMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kShuffle };
+enum Instruction { kSyncWarp, kMma, kByteMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kShuffle };
 
 // ldmatrix.x4: lane 8 i + r brings the address of row r of matrix i; lane l receives two elements of each matrix, of
 // row l / 4 (transposed: of column l / 4).
@@ -227,6 +232,33 @@ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[
     }
   });
   for (int i = 0; i < 4; ++i) c[i] = float_of(uint32_t(warp().out[lane()][i]));
+}
+
+// mma.sync.m16n8k32, u8 times s8: a[i]: row g + 8 (i % 2), k 4 t + 16 (i / 2) + {0 .. 3}; b[i]: k 4 t + 16 i + {0 .. 3},
+// column g; c[i] as above.
+inline void multiply_bytes(uint32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+  uint64_t* in = warp().in[lane()];
+  for (int i = 0; i < 4; ++i) in[i] = a[i] | uint64_t(c[i]) << 32;
+  for (int i = 0; i < 2; ++i) in[4 + i] = b[i];
+  meet(kByteMma, [](Meeting& m) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      int const g = lane / 4, t = lane % 4;
+      for (int e = 0; e < 4; ++e) {
+        for (int i = 0; i < 4; ++i) a[g + 8 * (i % 2)][4 * t + 16 * (i / 2) + e] = uint8_t(m.in[lane][i] >> 8 * e);
+        for (int i = 0; i < 2; ++i) b[4 * t + 16 * i + e][g] = int8_t(m.in[lane][4 + i] >> 8 * e);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        int const row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+        uint32_t sum = m.in[lane][i] >> 32;
+        for (int k = 0; k < 32; ++k) sum += a[row][k] * b[k][column];
+        m.out[lane][i] = sum;
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) c[i] = uint32_t(warp().out[lane()][i]);
 }
 
 // An mbarrier: a phase ends when all arrivals and all announced bytes are in.
@@ -437,6 +469,19 @@ T __shfl_xor_sync(uint32_t, T value, int distance) {
 }
 
 template <class T>
+T __shfl_sync(uint32_t, T value, int source) {
+  static_assert(sizeof(T) == 4);
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  emulator::warp().in[emulator::lane()][0] = bits | uint64_t(source) << 32;
+  emulator::meet(emulator::kShuffle, [](emulator::Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = uint32_t(m.in[m.in[lane][0] >> 32][0]);
+  });
+  std::memcpy(&value, emulator::warp().out[emulator::lane()], 4);
+  return value;
+}
+
+template <class T>
 T __reduce_max_sync(uint32_t, T value) {
   static_assert(sizeof(T) == 4);
   emulator::warp().in[emulator::lane()][0] = uint32_t(value);
@@ -473,6 +518,13 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   return chosen;
 }
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
+inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t bytes) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= ((uint64_t(b) << 32 | a) >> 8 * (bytes >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -548,6 +600,14 @@ struct SM80_16x8x16_F32BF16BF16F32_TN {
     d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
   }
 };
+struct SM80_16x8x32_S32U8S8S32_TN {
+  static void fma(uint32_t& d0, uint32_t& d1, uint32_t& d2, uint32_t& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                  uint32_t a3, uint32_t b0, uint32_t b1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+    uint32_t c[4] = {c0, c1, c2, c3};
+    emulator::multiply_bytes(c, {a0, a1, a2, a3}, {b0, b1});
+    d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
+  }
+};
 }  // namespace cute
 
 namespace futransformer {
@@ -559,6 +619,15 @@ constexpr float kLargestE4m3 = 448.f;
 inline uint32_t pack_bf16x2(float low, float high) { return to_bf16(low) | uint32_t(to_bf16(high)) << 16; }
 inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
 inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16_low(a) - bf16_low(b), bf16_high(a) - bf16_high(b));
+}
+inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
+inline uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(larger(std::fabs(bf16_low(a)), std::fabs(bf16_low(b))),
+                     larger(std::fabs(bf16_high(a)), std::fabs(bf16_high(b))));
+}
+inline float2 unpack_halves(uint32_t packed) { return {from_half(packed), from_half(packed >> 16)}; }
 inline uint4 pack_bf16x8(float const (&values)[8]) {
   return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
           pack_bf16x2(values[6], values[7])};

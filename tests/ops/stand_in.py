@@ -6,7 +6,7 @@ alone. So what the GPU tests do can be run, and shown to fail, where there is no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from futransformer import library
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.precision import INT4, Precision, get_precision
 from futransformer.generator.specs import (
     PAGE_SIZE,
     ArgmaxSpec,
@@ -30,9 +30,10 @@ from futransformer.generator.specs import (
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
-from futransformer.ops.interface import Fp8Output, Phase
-from futransformer.packing import unpack_decode, unpack_prefill
+from futransformer.ops.interface import Fp8Output, Phase, Projection
+from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear
+from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
 FP8_ARGUMENTS = ("out_scale", "amax", "saturated")  # as Fp8Output has them
@@ -68,8 +69,15 @@ class StandInKernel:
     def _project(self, spec: GemmSpec | DecodeGemmSpec, *, x: Tensor, weight: Tensor, m: int, **arguments: Any) -> None:
         """One row at a time: as with the kernels, a row's bits depend on nothing else in the batch."""
         assert x.shape == (m, spec.k)
-        unpack = unpack_prefill if isinstance(spec, GemmSpec) else unpack_decode
-        logical = unpack(spec.op, weight, spec.n).float()  # type: ignore[arg-type]
+        op = cast(Projection, spec.op)
+        if isinstance(spec, GemmSpec):
+            logical = unpack_prefill(op, weight, spec.n).float()
+        elif spec.element == INT4:
+            logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
+            if spec.batch_tile == SPLIT_BATCH:
+                x = as_integers(x, spec.group_k)
+        else:
+            logical = unpack_decode(op, weight, spec.n).float()
         scale = arguments.get("scale")
         if scale is not None and scale.numel() > 1 and spec.op == "gate_up":
             arguments["scale"] = scale.view(-1, 2).T.reshape(-1)  # gate, up, gate, up, ...
@@ -133,6 +141,8 @@ def stand_in_library(
     monkeypatch: pytest.MonkeyPatch,
     kernel: type[StandInKernel] = StandInKernel,
     precision: str | Precision = "bf16",
+    *,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
     ops = ReferenceOps(config)
@@ -141,7 +151,7 @@ def stand_in_library(
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
     precision = get_precision(precision)
-    plan = make_plan(config, precision)
+    plan = make_plan(config, precision, mixed=mixed)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)
     built.capturable = False  # there are no graphs without a GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,20 +18,31 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec
+from futransformer.generator.heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.plan import make_plan, projections
-from futransformer.generator.precision import BF16, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, INT4, PRECISIONS, get_precision
 from futransformer.generator.schedules import MULTIPROCESSORS
 from futransformer.generator.specs import DecodeGemmSpec, Heads
 from futransformer.library import KernelLibrary
 from futransformer.ops import decode_gemm
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.interface import Projection
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops import models
+from tests.ops.int4 import SPLIT_BATCH, as_integers
 from tests.ops.tolerance import worst_block
 
 MODELS = ("smollm2-135m", "llama-3.1-8b")
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+CASES = [*product(MODELS, OPS), *product(models.INT4, OPS[:4])]  # the head of an INT4 model is BF16's
+TILES = [
+    (model, op, tile)
+    for model, op in CASES
+    if model in models.WHOLE
+    for tile in batch_tiles(op, models.precision_of(model))
+]
+LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym"]
 BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
 PAGES = 4
@@ -50,7 +62,12 @@ class Problem:
         self.n, self.k = projections(config)[op]
         rows = config.vocab_size if op == "lm_head" else self.n
         self.logical = self.normal(rows, self.k, scale=self.k**-0.5)
-        self.weight = ops.pack(op, "decode", self.logical)
+        packed: Tensor | Int4Weight = self.logical
+        if ops.precision.decode == INT4 and op != "lm_head":
+            groups = ops.precision.group_size
+            packed = round_to_nearest(op, self.logical, groups, zero_points=ops.precision.zero_points)
+            self.logical = packed.dequantise()
+        self.weight = ops.pack(op, "decode", packed)
         self.x = self.normal(ROOM, self.k) * torch.linspace(0.1, 8, ROOM, device=device)[:, None].bfloat16()
         # The reference adds the parts in another order: eight true ones, and zeros that must not disturb.
         parts = self.x.float().square().view(ROOM, 8, -1).sum(-1)
@@ -116,6 +133,10 @@ class Problem:
     def reference(self, rows: int, dtype: torch.dtype) -> Tensors:
         ops = ReferenceOps(self.ops.config, device=self.device, dtype=dtype)
         x, sumsq, weight = self.x[:rows], self.sumsq[:rows], self.logical.float()
+        spec = self.gemm.kernels[min(self.gemm.kernels)].spec
+        assert isinstance(spec, DecodeGemmSpec)
+        if rows <= spec.batch_tile == SPLIT_BATCH:
+            x = as_integers(x, spec.group_k)
         if self.op == "qkv":
             shape = (PAGES, self.heads.num_key_value_heads, 64, self.heads.head_dim)
             pages = [self.poisoned(*shape, dtype=dtype) for _ in range(2)]
@@ -164,8 +185,7 @@ def assert_same_bits(first: Tensors, second: Tensors, message: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [*BATCHES, 65, 127, 129])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "op"), CASES)
 def test_projection(gpu_ops: Kernels, model: str, op: Projection, rows: int) -> None:
     problem = problem_of(gpu_ops(model), op)
     outputs = problem.launch(0, rows)
@@ -174,9 +194,7 @@ def test_projection(gpu_ops: Kernels, model: str, op: Projection, rows: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", BATCH_TILES)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "op", "tile"), TILES)
 def test_a_row_does_not_see_its_neighbours(gpu_ops: Kernels, model: str, op: Projection, tile: int) -> None:
     """Each row of a batch has the bits of its solo run by the same kernel, whatever the other rows hold."""
     problem = problem_of(gpu_ops(model), op)
@@ -204,7 +222,7 @@ def test_a_row_does_not_see_its_neighbours(gpu_ops: Kernels, model: str, op: Pro
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *models.INT4])
 def test_an_activation_outlier_stays_finite(gpu_ops: Kernels, model: str) -> None:
     """One channel at 3e4 in one row: finite, right, and of no effect on the other rows."""
     problem = Problem(gpu_ops(model), "down")
@@ -306,14 +324,17 @@ def test_a_misaligned_tensor_is_refused() -> None:
     assert not kernels[8].launches
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", LEGAL)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
     plan = make_plan(load_config(model), precision)
     specs = [spec for by_batch in plan.decode.values() for spec in by_batch.values()]
     assert len({spec.name for spec in specs}) == len(specs)
     for op, by_batch in plan.decode.items():
-        assert tuple(by_batch) == BATCH_TILES
+        assert tuple(by_batch) == batch_tiles(op, get_precision(precision))
+        assert {spec.element for spec in by_batch.values()} == {
+            get_precision(precision).head if op == "lm_head" else get_precision(precision).decode
+        }
         assert len({spec.weight_shape for spec in by_batch.values()}) == 1, f"{op}: one packed copy serves every batch"
         for batch, spec in by_batch.items():
             assert spec.batch_tile == batch
@@ -406,4 +427,4 @@ def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment").count("allowed error\n") == 25
+    assert emulate("decode_gemm", "fragment", "split_activations").count("allowed error\n") == 38

@@ -313,7 +313,16 @@ def test_an_activation_outlier_in_the_prefill(gpu_ops: GpuOps, model: str) -> No
 BY_CHANNEL = replace(get_precision("fp8"), weight_scales="channel")
 
 
-@pytest.fixture(params=[get_precision("bf16"), get_precision("fp8"), BY_CHANNEL], ids=["bf16", "fp8", "fp8-channel"])
+@pytest.fixture(
+    params=[
+        get_precision("bf16"),
+        get_precision("fp8"),
+        BY_CHANNEL,
+        get_precision("int4"),
+        get_precision("int4-g32-asym"),
+    ],
+    ids=["bf16", "fp8", "fp8-channel", "int4", "int4-g32-asym"],
+)
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
     config = replace(MADE_UP["odd"], vocab_size=2001)
     return stand_in_library(config, monkeypatch, precision=request.param)

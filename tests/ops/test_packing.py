@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import InputError
+from futransformer.generator.errors import InputError, UnsupportedError
+from futransformer.generator.int4 import packed_group, unit_bytes
 from futransformer.generator.plan import make_plan, projections
+from futransformer.generator.precision import CHANNEL, GROUP_SIZES
 from futransformer.ops.interface import Projection
-from futransformer.packing import pack_decode, pack_prefill, unpack_decode, unpack_prefill
+from futransformer.packing import pack_decode, pack_int4, pack_prefill, unpack_decode, unpack_int4, unpack_prefill
+from futransformer.quantize.int4 import Int4Weight
 
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 PACKINGS = {"prefill": (pack_prefill, unpack_prefill), "decode": (pack_decode, unpack_decode)}
@@ -34,6 +38,18 @@ def test_unpacking_is_the_exact_inverse(phase: str, op: Projection, shape: tuple
     packed = pack(op, logical)
     assert packed.is_contiguous()
     assert torch.equal(unpack(op, packed, shape[0]), logical)
+
+
+def int4_weight(n: int, k: int, group_size: int, zero_points: bool) -> Int4Weight:
+    """Any codes, scales that are small integers, any zero points."""
+    generator = torch.Generator().manual_seed(n + k + group_size)
+    groups = -(-k // (k if group_size == CHANNEL else group_size))
+
+    def integers(low: int, high: int, columns: int) -> Tensor:
+        return torch.randint(low, high, (n, columns), generator=generator, dtype=torch.uint8)
+
+    zeros = integers(0, 16, groups) if zero_points else None
+    return Int4Weight(integers(0, 16, k), integers(1, 9, groups).half(), zeros, group_size)
 
 
 @pytest.mark.parametrize("phase", PACKINGS)
@@ -82,6 +98,62 @@ def test_decode_order(op: Projection) -> None:
                     assert packed[tile, step, lane, value] == row * k + feature
 
 
+@pytest.mark.parametrize("op", ["o", "gate_up"])
+@pytest.mark.parametrize(("group_size", "k", "group_k"), [(32, 96, 32), (64, 192, 64), (128, 256, 128), (256, 320, 64)])
+def test_int4_order(op: Projection, group_size: int, k: int, group_k: int) -> None:
+    n = 32
+    weight = int4_weight(n, k, group_size, zero_points=True)
+    assert weight.zeros is not None
+    packed = pack_int4(op, weight)
+    assert packed.shape == (n // 16, k // group_k, unit_bytes(group_k, True))
+    for tile, unit in itertools.product(range(n // 16), range(k // group_k)):
+        found = packed[tile, unit].tolist()
+        for g, half in itertools.product(range(8), range(2)):
+            column = 16 * tile + g + 8 * half
+            row = column // 2 + column % 2 * (n // 2) if op == "gate_up" else column
+            group = unit * group_k // group_size
+            scale = torch.tensor(found[8 * group_k :][4 * g + 2 * half :][:2], dtype=torch.uint8).view(torch.float16)
+            assert scale == weight.scales[row, group]
+            assert found[8 * group_k + 32 + 2 * g + half] == weight.zeros[row, group]
+            for group32, t in itertools.product(range(group_k // 32), range(4)):
+                lane_bytes = 8 if group_k == 32 else 16
+                words = group32 // 2 * 512 + (4 * g + t) * lane_bytes + group32 % 2 * 8
+                word = int.from_bytes(bytes(found[words + 4 * half :][:4]), "little")
+                for i in range(4):
+                    pair = word >> 4 * i & 0x000F000F
+                    first = unit * group_k + 32 * group32 + 8 * t + 2 * i
+                    assert [pair & 0xFFFF, pair >> 16] == weight.codes[row, first : first + 2].tolist()
+
+
+@pytest.mark.parametrize("op", ["o", "gate_up", "lm_head"])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group_size", [*GROUP_SIZES, CHANNEL])
+@pytest.mark.parametrize("k", [96, 512, 576, 1536])
+def test_int4_unpacking_is_the_exact_inverse(k: int, group_size: int, zero_points: bool, op: Projection) -> None:
+    weight = int4_weight(100 if op == "lm_head" else 96, k, group_size, zero_points)
+    packed = pack_int4(op, weight)
+    assert packed.is_contiguous()
+    unpacked = unpack_int4(op, packed, len(weight.codes), group_size)
+    for ours, original in ((unpacked.codes, weight.codes), (unpacked.scales, weight.scales)):
+        assert torch.equal(ours, original)
+    assert unpacked.zeros is weight.zeros is None or torch.equal(unpacked.zeros, weight.zeros)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("k", "group_size", "group_k"),
+    [(4096, 128, 128), (4096, 256, 128), (14336, CHANNEL, 128), (576, 128, 64), (576, 32, 32), (96, CHANNEL, 32)],
+)
+def test_the_packed_group_divides_the_logical_one_and_k(k: int, group_size: int, group_k: int) -> None:
+    assert packed_group(k, group_size) == group_k
+
+
+def test_int4_weights_that_no_kernel_reads_are_refused() -> None:
+    with pytest.raises(InputError, match="in_features of 32"):
+        pack_int4("o", int4_weight(16, 48, 32, False))
+    with pytest.raises(UnsupportedError, match="multiple of 32, not 48"):
+        packed_group(48, CHANNEL)
+
+
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
 def test_packed_shapes_are_what_the_kernels_read(model: str) -> None:
     config = load_config(model)
@@ -123,9 +195,29 @@ def test_fragments_against_cute(with_cute: Callable[[str], Path], tmp_path: Path
     files = [tmp_path / name for name in ("weight", "x", "out")]
     for file, tensor in zip(files, (pack_decode("o", weight), x), strict=False):
         file.write_bytes(tensor.view(torch.int16).numpy().tobytes())
-    subprocess.run([with_cute("fragments"), str(n), str(k), str(m), *files], check=True)
+    subprocess.run([with_cute("fragments"), "bf16", str(n), str(k), str(m), *files], check=True)
     out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
     assert torch.equal(out, x.float() @ weight.float().T)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("group_size", "zero_points", "k"), [(32, False, 96), (64, True, 576), (CHANNEL, False, 256), (256, True, 512)]
+)
+def test_int4_fragments_against_cute(
+    with_cute: Callable[[str], Path], tmp_path: Path, k: int, group_size: int, zero_points: bool
+) -> None:
+    """The same of INT4: codes, scales and zero points of every unit, exactly."""
+    n, m = 48, 8
+    weight = int4_weight(n, k, group_size, zero_points)
+    x = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(k)).bfloat16()
+    files = [tmp_path / name for name in ("weight", "x", "out")]
+    files[0].write_bytes(pack_int4("o", weight).numpy().tobytes())
+    files[1].write_bytes(x.view(torch.int16).numpy().tobytes())
+    kind = f"int4-{packed_group(k, group_size)}{'z' * zero_points}"
+    subprocess.run([with_cute("fragments"), kind, str(n), str(k), str(m), *files], check=True)
+    out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
+    assert torch.equal(out, x.float() @ weight.dequantise().T)
 
 
 @pytest.mark.compile

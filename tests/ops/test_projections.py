@@ -15,7 +15,7 @@ from futransformer.driver import Kernel
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.plan import Plan, make_plan
-from futransformer.generator.precision import BF16, E4M3, Precision, get_precision
+from futransformer.generator.precision import BF16, E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops import decode_gemm as decode_gemm_module
 from futransformer.ops import gemm as gemm_module
@@ -71,7 +71,7 @@ class Recorded:
         arguments: dict[str, Any] = {
             "phase": phase,
             "x": torch.zeros(rows, k).to(gemm.operand),
-            "weight": torch.zeros(gemm.weight_shape()).to(gemm.operand),
+            "weight": torch.zeros(gemm.weight_shape()).to(gemm.weight_type),
         }
         if gemm.scales:
             arguments["scale"] = torch.ones(gemm.scales)
@@ -269,6 +269,36 @@ def test_a_weight_packed_for_the_other_phase_is_refused(recorded: Recorded, op: 
     arguments["weight"] = recorded.arguments("decode", op)["weight"]
     with pytest.raises(InputError, match=f"^{op}: weight must have shape"):
         recorded.run(op, arguments)
+
+
+# INT4 weights
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_decode_reads_int4_as_bytes_and_x_in_bf16(op: Projection) -> None:
+    """The head, and all of prefill, stay in BF16; scales are inside the packed weight."""
+    recorded = Recorded("int4-g32-asym")
+    arguments = recorded.arguments("decode", op)
+    assert arguments["x"].dtype == torch.bfloat16
+    assert arguments["weight"].dtype == (torch.bfloat16 if op == "lm_head" else torch.uint8)
+    assert recorded.arguments("prefill", op)["weight"].dtype == torch.bfloat16
+    recorded.run(op, arguments)
+    (kernel,) = recorded.launched
+    ((_, given),) = kernel.launches
+    assert kernel.spec.element == (BF16 if op == "lm_head" else INT4)
+    assert given["weight"] is arguments["weight"]
+    assert "scale" not in given
+
+
+@pytest.mark.parametrize("op", [op for op in PROJECTIONS if op != "lm_head"])
+def test_a_weight_that_is_not_packed_int4_is_named(recorded: Recorded, op: Projection) -> None:
+    int4, shape, kind = Recorded("int4-g64"), "must have shape", "must be torch.*; no conversion packs INT4"
+    for there, name, message in ((int4, "int4-g32-asym", shape), (int4, "bf16", kind), (recorded, "int4-g64", kind)):
+        arguments = there.arguments("decode", op)
+        arguments["weight"] = Recorded(name).arguments("decode", op)["weight"]
+        with pytest.raises(InputError, match=f"^{op}: weight {message}"):
+            there.run(op, arguments)
+        assert there.launched == []
 
 
 # FP8 operands and results

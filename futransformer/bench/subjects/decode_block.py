@@ -1,6 +1,7 @@
-"""decode_block/{8b,70b}/bf16/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
+"""decode_block/{8b,70b}/{bf16,int4}/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
 
-Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well.
+Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well,
+and so is ``torch-int4``, of the same codes as ours. The cache is BF16 in either precision.
 
 decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
 beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from futransformer.bench.case import MEMORY_BOUND, Case, Contender, Expected, Problem
 from futransformer.bench.graphs import graphed
+from futransformer.bench.int4 import Int4Block
 from futransformer.bench.llama import (
     Cache,
     NaturalBlock,
@@ -25,11 +27,12 @@ from futransformer.bench.llama import (
     random_tensor,
     sets_for,
 )
-from futransformer.bench.rivals import torch_bf16
+from futransformer.bench.rivals import torch_bf16, torch_int4
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import decode_block_work, shape_config
 from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.precision import INT4, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, row_sumsq
@@ -37,8 +40,10 @@ from futransformer.reference import ReferenceOps, row_sumsq
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 1024, 4096, 32768, 131072)
 DEFAULT = {
-    "8b": {(1, 1024), (8, 1024), (32, 1024), (1, 4096), (32, 4096)},
-    "70b": {(1, 1024), (32, 1024)},
+    ("8b", "bf16"): {(1, 1024), (8, 1024), (32, 1024), (1, 4096), (32, 4096)},
+    ("70b", "bf16"): {(1, 1024), (32, 1024)},
+    ("8b", "int4"): {*((batch, 1024) for batch in BATCHES[:-1]), (1, 4096), (32, 4096)},
+    ("70b", "int4"): {(batch, 1024) for batch in BATCHES[:-1]},
 }
 INVARIANT_BATCHES = (1, 4, 8)
 INVARIANT_CONTEXTS = (1024, 4096)
@@ -49,12 +54,14 @@ def cases() -> Sequence[Case]:
     return [
         *(
             Case(
-                f"decode_block/{shape}/bf16/B={batch}/ctx={context}",
+                f"decode_block/{shape}/{precision}/B={batch}/ctx={context}",
                 "us",
                 MEMORY_BOUND,
-                partial(open_case, shape, batch, context),
-                default=(batch, context) in DEFAULT[shape],
+                partial(open_case, shape, batch, context, precision=precision),
+                default=(batch, context) in DEFAULT[shape, precision],
+                precision=precision,
             )
+            for precision in ("bf16", "int4")
             for shape in ("8b", "70b")
             for batch in BATCHES
             for context in CONTEXTS
@@ -73,13 +80,30 @@ def cases() -> Sequence[Case]:
 
 
 class DecodeInputs:
-    """Layers with their caches, and one new row a sequence."""
+    """Layers with their caches, and one new row a sequence; where decode reads INT4, the layers hold its values."""
 
-    def __init__(self, config: LlamaConfig, batch: int, context: int, layers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        batch: int,
+        context: int,
+        layers: int,
+        device: torch.device,
+        precision: str = "bf16",
+    ) -> None:
         self.config, self.device = config, device
         self.paging = Paging(batch, context, device)
         self.rows = self.paging.decode_pass()
-        self.layers = [NaturalBlock.random(config, device) for _ in range(layers)]
+        self.layers: list[NaturalBlock] = []
+        self.int4: list[Int4Block] = []  # the same in codes
+        row = get_precision(precision)
+        for _ in range(layers):
+            layer = NaturalBlock.random(config, device)
+            if row.decode == INT4:
+                self.int4.append(Int4Block.of(layer, row))
+                layer = self.int4[-1].natural(layer.gain)
+            self.layers.append(layer)
+        self.read: Sequence[NaturalBlock | Int4Block] = self.int4 or self.layers  # by ours and the references
         self.caches = [self.paging.cache(config) for _ in range(layers)]
         self.x = random_tensor(batch, config.hidden_size, device=device)
         self.rope_table = device_rope_table(config, context, device)
@@ -94,18 +118,28 @@ class DecodeInputs:
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
         return stream
 
-    def torch_call(self) -> Callable[[Tensor, NaturalBlock, Cache], Tensor]:
-        """Compiled PyTorch for one layer."""
-        function, shape = torch_bf16.compiled(torch_bf16.decode_block), torch_bf16.Shape.of(self.config)
-        cos, sin = natural_rope(self.rope_table, self.rows.positions)
-        position = self.rows.positions[:1].long()
-        return lambda x, layer, cache: function(x, layer, shape, cos, sin, position, cache.k, cache.v)
+    def packed(self, ops: Ops) -> list[LayerWeights]:
+        """All layers as ops read them."""
+        return [layer.packed(self.config, ops, "decode") for layer in self.read]
 
-    def torch_walk(self, call: Callable[[Tensor, NaturalBlock, Cache], Tensor], x: Tensor) -> Tensor:
-        """All layers of the rival."""
-        for layer, cache in zip(self.layers, self.caches, strict=True):
-            x = call(x, layer, cache)
-        return x
+    def torch_layers(self, rival: str) -> list[Callable[[Tensor], Tensor]]:
+        """Compiled PyTorch, ``torch-bf16`` or ``torch-int4``: x after each layer."""
+        cos, sin = natural_rope(self.rope_table, self.rows.positions)
+        state = torch_bf16.Shape.of(self.config), cos, sin, self.rows.positions[:1].long()
+        functions: dict[str, Callable[..., Tensor]] = {
+            "torch-bf16": torch_bf16.decode_block,
+            "torch-int4": torch_int4.decode_block,
+        }
+        function = torch_bf16.compiled(functions[rival])
+        weights: Sequence[NaturalBlock | torch_int4.Block] = self.layers
+        if rival == "torch-int4":
+            layers = zip(self.int4, self.layers, strict=True)
+            weights = [torch_int4.Block.of(codes, layer.gain) for codes, layer in layers]
+
+        def call(layer: NaturalBlock | torch_int4.Block, cache: Cache, x: Tensor) -> Tensor:
+            return function(x, layer, *state, cache.k, cache.v)
+
+        return [partial(call, layer, cache) for layer, cache in zip(weights, self.caches, strict=True)]
 
     def poison(self, layers: int) -> None:
         """Put NaN where the new tokens' K and V belong: only what a call stores can make its result finite."""
@@ -119,7 +153,7 @@ class DecodeInputs:
 
         It stores the new tokens' K and V there, rounded to BF16, as every call does.
         """
-        for layer, cache in zip(self.layers[:layers], self.caches[:layers], strict=True):
+        for layer, cache in zip(self.read[:layers], self.caches[:layers], strict=True):
             weights = layer.packed(self.config, ops, "decode")
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
         return stream
@@ -128,12 +162,11 @@ class DecodeInputs:
 class DecodeProblem:
     """Layers of one shape in memory, and the contenders that walk over them: a call is one layer."""
 
-    def __init__(self, shape: str, batch: int, context: int, bench: Bench) -> None:
+    def __init__(self, shape: str, batch: int, context: int, bench: Bench, precision: str = "bf16") -> None:
         self.config = config = shape_config(shape)
-        self.work = decode_block_work(config, batch, context)
-        self.inputs = DecodeInputs(config, batch, context, sets_for(self.work.bytes), bench.device)
-        ops = bench.library(shape)
-        self.packed = [layer.packed(config, ops, "decode") for layer in self.inputs.layers]
+        self.work = decode_block_work(config, batch, context, precision)
+        self.inputs = DecodeInputs(config, batch, context, sets_for(self.work.bytes), bench.device, precision)
+        self.packed = self.inputs.packed(bench.library(shape, precision))
         self.floor = self.work.floor_seconds(bench.ceilings)
 
     def ours(self, ops: Ops) -> Contender:
@@ -153,15 +186,10 @@ class DecodeProblem:
 
         return self._per_layer(walk, outputs)
 
-    def compiled_torch(self) -> Contender:
+    def compiled_torch(self, rival: str) -> Contender:
         """Compiled PyTorch."""
-        inputs = self.inputs
-        call = inputs.torch_call()
-
-        def outputs() -> Sequence[Tensor]:
-            return [call(inputs.x, inputs.layers[0], inputs.caches[0])]
-
-        return self._per_layer(partial(inputs.torch_walk, call, inputs.x), outputs)
+        x, layers = self.inputs.x, self.inputs.torch_layers(rival)
+        return self._per_layer(partial(in_turn, layers, x), lambda: [layers[0](x)])
 
     def expected(self) -> Sequence[Expected]:
         """The references' answers for the first layer."""
@@ -177,13 +205,25 @@ class DecodeProblem:
         return Contender(contender.run, contender.outputs, contender.calls * layers)
 
 
-def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+def in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    """Go through all layers of a rival."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def rivals(precision: str) -> tuple[str, ...]:
+    """Whom ours is compared with."""
+    return ("torch-bf16", "torch-int4") if get_precision(precision).decode == INT4 else ("torch-bf16",)
+
+
+def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: str = "bf16") -> Problem:
     """Ours beside compiled PyTorch."""
-    problem = DecodeProblem(shape, batch, context, bench)
+    problem = DecodeProblem(shape, batch, context, bench, precision)
     return Problem(
         work=problem.work,
-        ours=problem.ours(bench.library(shape)),
-        rivals={"torch-bf16": problem.compiled_torch},
+        ours=problem.ours(bench.library(shape, precision)),
+        rivals={rival: partial(problem.compiled_torch, rival) for rival in rivals(precision)},
         expected=problem.expected,
     )
 

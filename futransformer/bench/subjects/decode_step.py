@@ -1,7 +1,7 @@
-"""decode_step/8b/bf16/head=bf16/B=.../ctx=...: a whole step, from the newest tokens' embedding to the next tokens.
+"""decode_step/8b/{bf16,int4}/head=bf16/B=.../ctx=...: a whole step, from newest tokens' embedding to the next tokens.
 
-Ours and ``torch-bf16`` (each layer compiled, the whole step in one graph) run the same random model; the check compares
-the logits that the next tokens come from, after all layers.
+Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph) run the same random model;
+the check compares the logits that the next tokens come from, after all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from futransformer.bench.llama import random_tensor, random_weight
 from futransformer.bench.rivals import torch_bf16
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import decode_step_work, shape_config
-from futransformer.bench.subjects.decode_block import DecodeInputs
+from futransformer.bench.subjects.decode_block import DecodeInputs, in_turn, rivals
 from futransformer.reference import ReferenceOps
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,27 +31,29 @@ def cases() -> Sequence[Case]:
     """See futransformer.bench.subjects."""
     return [
         Case(
-            f"decode_step/8b/bf16/head=bf16/B={batch}/ctx={context}",
+            f"decode_step/8b/{precision}/head=bf16/B={batch}/ctx={context}",
             "ms",
             MEMORY_BOUND,
-            partial(open_case, "8b", batch, context),
+            partial(open_case, "8b", batch, context, precision=precision),
             default=(batch, context) in DEFAULT,
+            precision=precision,
         )
+        for precision in ("bf16", "int4")
         for batch in BATCHES
         for context in CONTEXTS
     ]
 
 
-def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
+def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: str = "bf16") -> Problem:
     """Draw a model."""
-    ops, config, device = bench.library(shape), shape_config(shape), bench.device
-    inputs = DecodeInputs(config, batch, context, config.num_hidden_layers, device)
+    ops, config, device = bench.library(shape, precision), shape_config(shape), bench.device
+    inputs = DecodeInputs(config, batch, context, config.num_hidden_layers, device, precision)
     embedding = random_tensor(config.vocab_size, config.hidden_size, device=device)
     head = random_weight(config, "lm_head", device)
-    packed = [layer.packed(config, ops, "decode") for layer in inputs.layers]
+    packed = inputs.packed(ops)
     packed_head = ops.pack("lm_head", "decode", head)
     tokens = torch.randint(config.vocab_size, (batch,), dtype=torch.int32, device=device)
-    work = decode_step_work(config, batch, context)
+    work = decode_step_work(config, batch, context, precision)
     floor = work.floor_seconds(bench.ceilings)
 
     def our_logits() -> Tensor:
@@ -76,13 +78,13 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
             answers.append(reference.lm_head("decode", stream.x, stream.sumsq, head))
         return [Expected(answers[0], answers[1])]
 
-    def compiled_torch() -> Contender:
-        layer = inputs.torch_call()
+    def compiled_torch(rival: str) -> Contender:
+        layers = inputs.torch_layers(rival)
         finish = torch_bf16.compiled(torch_bf16.rms_norm)
         gain = inputs.layers[0].gain
 
         def logits() -> Tensor:
-            x = inputs.torch_walk(layer, F.embedding(tokens, embedding))
+            x = in_turn(layers, F.embedding(tokens, embedding))
             return F.linear(finish(x, gain, config.rms_norm_eps), head)
 
         return graphed([lambda: logits().argmax(-1)], lambda: [logits()], floor)
@@ -90,6 +92,6 @@ def open_case(shape: str, batch: int, context: int, bench: Bench) -> Problem:
     return Problem(
         work=work,
         ours=graphed([our_step], our_outputs, floor),
-        rivals={"torch-bf16": compiled_torch},
+        rivals={rival: partial(compiled_torch, rival) for rival in rivals(precision)},
         expected=expected,
     )

@@ -20,7 +20,8 @@
 // order of a column's sums is then its block's, and still fixed.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
-// The element type of the weights enters through WeightFragment alone.
+// The element type of the weights enters through WeightFragment alone. Four-bit ones are units of K with their own scales
+// (fragment.cuh); codes become BF16 operands in registers, exactly, and a unit's sums are scaled in float32.
 #pragma once
 
 #include <type_traits>
@@ -36,6 +37,7 @@
 #include "dependent_launch.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
+#include "split_activations.cuh"
 
 namespace futransformer {
 
@@ -48,22 +50,26 @@ struct DecodeGemm {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-  // A warp advances by whole loads of weights and whole loads of activations.
+  // A warp advances by whole units, and multiplies what one load of weights or of activations covers at a time.
   static constexpr int kLoadK = Weight::kMmas * kMmaK;
-  static constexpr int kStepK = kLoadK > kGroupK ? kLoadK : kGroupK;
-  static constexpr int kStepLoads = kStepK / kLoadK;
-  static constexpr int kStepGroups = kStepK / kGroupK;
+  static constexpr int kBlockK = kLoadK > kGroupK ? kLoadK : kGroupK;
+  static constexpr int kBlockLoads = kBlockK / kLoadK;
+  static constexpr int kBlockGroups = kBlockK / kGroupK;
+  static constexpr int kStepK = Weight::kUnitK > kBlockK ? Weight::kUnitK : kBlockK;
+  static constexpr int kStepBlocks = kStepK / kBlockK;
   static constexpr int kSteps = StageK / (WarpSplit * kStepK);  // of each warp in a stage
   static constexpr int kSliceK = K / Cluster;
   static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
   static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
-  static constexpr int kBatchTiles = BatchTile / kTileBatch;
+  static constexpr bool kSplit = BatchTile == kSplitBatch;  // products of integers
+  static constexpr int kBatchTiles = kSplit ? 1 : BatchTile / kTileBatch;
   static constexpr int kWarpTiles = RowTiles / WarpRows;
 
-  static constexpr int kWarpLoadBytes = kLanes * kLoadBytes;
-  static constexpr int kSliceBytes = kSliceK / kLoadK * kWarpLoadBytes;  // of one row tile
+  static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
   static constexpr int kRowTileBytes = Cluster * kSliceBytes;
-  static constexpr int kChunkBytes = StageK / kLoadK * kWarpLoadBytes;  // a stage's share of one row tile
+  static constexpr int kChunkBytes = StageK / Weight::kUnitK * Weight::kUnitBytes;  // a stage's share of one row tile
+  static constexpr int kStepBytes = kStepK / Weight::kUnitK * Weight::kUnitBytes;
+  static constexpr int kStepScales = kStepBytes - kStepK / kLoadK * kLanes * int(sizeof(typename Weight::Load));
   static constexpr int kStageGroups = StageK / kGroupK;
   static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
 
@@ -84,7 +90,8 @@ struct DecodeGemm {
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
   static_assert(RowTiles % WarpRows == 0 && RowTiles % Cluster == 0, "row tiles must divide among warps and blocks");
-  static_assert(BatchTile % kTileBatch == 0 && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
+  static_assert(!kSplit || (Weight::kScaled && !kXInRing), "integers are for codes, and their x comes by lanes");
+  static_assert((kSplit || BatchTile % kTileBatch == 0) && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
 
   // In the epilogue a group of lanes, a power of two, shares a row.
   static constexpr int kRowLanes = [] {
@@ -96,10 +103,17 @@ struct DecodeGemm {
   // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
   static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
 
+  template <int Bytes>
+  struct Room {
+    unsigned char bytes[Bytes];
+  };
+  struct Empty {};
+  template <int Bytes>
+  using Gap = std::conditional_t<Bytes == 0, Empty, Room<Bytes>>;
   struct StageWeights {
     unsigned char weight[RowTiles][kChunkBytes];
   };
-  struct StageBoth : StageWeights {
+  struct StageBoth : StageWeights, Gap<-(RowTiles * kChunkBytes) & 127> {  // a box of x begins at a multiple of 128
     Words x[kStageGroups][BatchTile][kGroupLoads];
   };
   using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
@@ -134,7 +148,9 @@ struct DecodeGemm {
     }
   };
 
-  using Sums = float[kWarpTiles][kBatchTiles][SumFragment::kSums];
+  using Activation = std::conditional_t<kSplit, SplitFragment, ActivationFragment>;
+  using Sum = std::conditional_t<kSplit, SplitSumFragment, SumFragment>;
+  using Sums = float[kWarpTiles][kBatchTiles][Sum::kSums];
 
   template <class Epilogue>
   CUTLASS_DEVICE static void run(X x, void const* weight, int m, Epilogue const& epilogue) {
@@ -257,7 +273,8 @@ struct DecodeGemm {
                                  rank() * (kSliceK / kGroupK) + stage * kStageGroups);
   }
 
-  using Operand = Words[kStepGroups][kBatchTiles];  // a lane's activations of one step
+  using Block = Words[kBlockGroups][kBatchTiles];  // a lane's activations of one block
+  using Operand = Block[kStepBlocks];              // of one step
 
   // `prepare` asks for what the epilogue needs. The lanes of a cluster do so while their first x is on its way: all blocks
   // run at once then, and nobody's products hide it later (8B at 32 sequences, qkv alone: 15.3 us, after the stages
@@ -296,7 +313,6 @@ struct DecodeGemm {
         for (int i = 0; i < kSteps; ++i) {
           int const step = i * WarpSplit + split;
           if (inside(place(stage, turned) * StageK + step * kStepK)) {
-            if constexpr (kXInRing) read_x(shared.ring[cursor.slot], step, lane, operands[turn][i]);
             multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
@@ -307,12 +323,12 @@ struct DecodeGemm {
   }
 
   // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
-  CUTLASS_DEVICE static void read_x(Stage const& stage, int step, int lane, Operand& x) {
+  CUTLASS_DEVICE static void read_x(Stage const& stage, int block, int lane, Block& x) {
     CUTLASS_PRAGMA_UNROLL
-    for (int group = 0; group < kStepGroups; ++group) {
+    for (int group = 0; group < kBlockGroups; ++group) {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
-        x[group][batch] = (&stage.x[step * kStepGroups + group][batch * kTileBatch][0])[lane];
+        x[group][batch] = (&stage.x[block * kBlockGroups + group][batch * kTileBatch][0])[lane];
       }
     }
   }
@@ -320,46 +336,123 @@ struct DecodeGemm {
   // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
   CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int turned, int split, int lane,
                                     Operand (&steps)[kSteps]) {
-    bf16 const* const slice = x + rank() * kSliceK + ActivationFragment::k(lane);
+    bf16 const* const slice = x + rank() * kSliceK + Activation::k(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
       int const k = place(stage, turned) * StageK + (i * WarpSplit + split) * kStepK;
       CUTLASS_PRAGMA_UNROLL
-      for (int group = 0; group < kStepGroups; ++group) {
+      for (int group = 0; group < kStepK / kGroupK; ++group) {
         CUTLASS_PRAGMA_UNROLL
         for (int batch = 0; batch < kBatchTiles; ++batch) {
-          int const row = batch * kTileBatch + ActivationFragment::sequence(lane);
+          int const row = batch * kTileBatch + Activation::sequence(lane);
           Words words = {};
           if (stage < kNumStages && k < kSliceK && row < m) {
             words = *reinterpret_cast<Words const*>(slice + size_t(row) * K + k + group * kGroupK);
           }
-          steps[i][group][batch] = words;
+          steps[i][group / kBlockGroups][group % kBlockGroups][batch] = words;
         }
       }
     }
   }
 
-  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand const& x,
+  // One step of a warp's row tiles. Where weights are scaled, a step is a unit, whose products meet in sums of their own.
+  CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand& x,
                                            Sums& sums) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kWarpTiles; ++tile) {
-      Words packed[kStepLoads];
+    if constexpr (kSplit) {
+      SplitActivations<kStepK / kGroupK> const integers(&x[0][0][0], lane);
       CUTLASS_PRAGMA_UNROLL
-      for (int load = 0; load < kStepLoads; ++load) {
-        auto const* loads = reinterpret_cast<Words const*>(stage.weight[first_tile + tile]);
-        packed[load] = loads[(step * kStepLoads + load) * kLanes + lane];
+      for (int tile = 0; tile < kWarpTiles; ++tile) {
+        multiply_integers(stage.weight[first_tile + tile] + step * kStepBytes, lane, integers, sums[tile][0]);
       }
+    } else if constexpr (Weight::kScaled) {
+      Scales scales[kWarpTiles];
       CUTLASS_PRAGMA_UNROLL
-      for (int mma = 0; mma < kStepK / kMmaK; ++mma) {
-        Words const a = Weight::operand(packed[mma / Weight::kMmas], mma % Weight::kMmas);
+      for (int tile = 0; tile < kWarpTiles; ++tile) scales[tile] = read_scales(stage.weight[first_tile + tile] + step * kStepBytes, lane);
+      Sums unit = {};
+      multiply_blocks(stage, first_tile, step, lane, x, scales, unit);
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kWarpTiles; ++tile) {
         CUTLASS_PRAGMA_UNROLL
         for (int batch = 0; batch < kBatchTiles; ++batch) {
-          Words const& group = x[mma / 2][batch];
-          float(&d)[SumFragment::kSums] = sums[tile][batch];
-          cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
-              d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3],
-              ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),
-              d[0], d[1], d[2], d[3]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < SumFragment::kSums; ++i) {
+            sums[tile][batch][i] += (i < 2 ? scales[tile].scale.x : scales[tile].scale.y) * unit[tile][batch][i];
+          }
+        }
+      }
+    } else {
+      multiply_blocks(stage, first_tile, step, lane, x, nullptr, sums);
+    }
+  }
+
+  // What a lane's codes of a unit are worth, in rows g and g + 8.
+  struct Scales {
+    float2 scale;
+    uint32_t middle[2];  // pairs
+  };
+  CUTLASS_DEVICE static Scales read_scales(unsigned char const* unit, int lane) {
+    Scales scales;
+    scales.scale = unpack_halves(*reinterpret_cast<uint32_t const*>(unit + Weight::kScales + lane / 4 * 4));
+    uint32_t zeros = 0;
+    if constexpr (Weight::kZeroPoints) zeros = *reinterpret_cast<uint16_t const*>(unit + Weight::kZeros + lane / 4 * 2);
+    scales.middle[0] = Weight::middle(zeros & 0xff);
+    scales.middle[1] = Weight::middle(zeros >> 8);
+    return scales;
+  }
+
+  template <class Integers>
+  CUTLASS_DEVICE static void multiply_integers(unsigned char const* unit, int lane, Integers const& x,
+                                               float (&sums)[Sum::kSums]) {
+    Scales const scales = read_scales(unit, lane);
+    ByteSums products;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kStepBlocks; ++block) {
+      auto const packed = reinterpret_cast<typename Weight::Load const*>(unit)[block * kLanes + lane];
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kBlockGroups; ++group) {
+        uint32_t const g = packed.word[2 * group], g8 = packed.word[2 * group + 1];
+        products.multiply(Weight::bytes(g, 0), Weight::bytes(g8, 0), Weight::bytes(g, 1), Weight::bytes(g8, 1),
+                          x.bytes[block * kBlockGroups + group]);
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float const zero = bf16_low(scales.middle[half]) - 128.f;
+      float const scale = (half ? scales.scale.y : scales.scale.x) * x.scale;
+      sums[half] += scale * (products.joined(half) - zero * x.sum);
+    }
+  }
+
+  template <class Worth>
+  CUTLASS_DEVICE static void multiply_blocks(Stage const& stage, int first_tile, int step, int lane,
+                                             Operand& x, Worth const& worth, Sums& sums) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < kStepBlocks; ++block) {
+      if constexpr (kXInRing) read_x(stage, step * kStepBlocks + block, lane, x[block]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int tile = 0; tile < kWarpTiles; ++tile) {
+        typename Weight::Load packed[kBlockLoads];
+        CUTLASS_PRAGMA_UNROLL
+        for (int load = 0; load < kBlockLoads; ++load) {
+          auto const* loads = reinterpret_cast<typename Weight::Load const*>(stage.weight[first_tile + tile] + step * kStepScales);
+          packed[load] = loads[((step * kStepBlocks + block) * kBlockLoads + load) * kLanes + lane];
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int mma = 0; mma < kBlockK / kMmaK; ++mma) {
+          Words a = Weight::operand(packed[mma / Weight::kMmas], mma % Weight::kMmas);
+          if constexpr (Weight::kScaled) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 4; ++i) a.word[i] = subtract_bf16x2(a.word[i], worth[tile].middle[i % 2]);
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (int batch = 0; batch < kBatchTiles; ++batch) {
+            Words const& group = x[block][mma / 2][batch];
+            float(&d)[SumFragment::kSums] = sums[tile][batch];
+            cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
+                d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3],
+                ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),
+                d[0], d[1], d[2], d[3]);
+          }
         }
       }
     }
@@ -373,8 +466,8 @@ struct DecodeGemm {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < SumFragment::kSums; ++i) {
-          partial[batch * kTileBatch + SumFragment::sequence(lane, i)][first + SumFragment::column(lane, i)] =
+        for (int i = 0; i < Sum::kSums; ++i) {
+          partial[batch * kTileBatch + Sum::sequence(lane, i)][first + Sum::column(lane, i)] =
               sums[tile][batch][i];
         }
       }

@@ -28,16 +28,72 @@ struct alignas(kLoadBytes) Words {
   uint32_t word[4];
 };
 
-// One lane's share of a row tile. `kMmas` MMAs are fed by one 16-byte load of packed weights; `operand` makes the four
-// A registers of MMA j of them: rows g, g + 8, g, g + 8 with g = lane / 4, two k each, the latter pair of k last.
+// (word & mask) | bits in one instruction: left to itself nvcc makes two, one a constant.
+CUTE_HOST_DEVICE uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  asm("lop3.b32 %0, %0, %1, %2, 0xEA;" : "+r"(word) : "r"(mask), "r"(bits));
+  return word;
+#else
+  return (word & mask) | bits;
+#endif
+}
+
+// One lane's share of a row tile. A lane's `Load` of packed weights feeds `kMmas` MMAs; `operand` makes the four A
+// registers of MMA j of them: rows g, g + 8, g, g + 8 with g = lane / 4, two k each, the latter pair of k last. Along K a
+// row tile is a sequence of units of kUnitK, contiguous, each a warp's loads and, where kScaled, what they are worth.
 template <class Element>
 struct WeightFragment;
 
 template <>
 struct WeightFragment<cutlass::bfloat16_t> {
+  using Load = Words;
   static constexpr int kMmas = 1;
+  static constexpr int kUnitK = kMmaK;
+  static constexpr int kUnitBytes = kLanes * kLoadBytes;
+  static constexpr bool kScaled = false;
 
-  CUTE_HOST_DEVICE static Words operand(Words const& packed, int) { return packed; }
+  CUTE_HOST_DEVICE static Words operand(Load const& packed, int) { return packed; }
+};
+
+// Four-bit codes. A unit is GroupK of K of 16 rows, with a float16 scale for each of the rows, and a byte of zero point if
+// there are any, as (row g, row g + 8) for g = 0 .. 7; a weight is scale (code - zero point), of symmetric ones scale
+// (code - 8). A 32-bit word holds a lane's eight k of a row and 32 k: nibble i its k 2 i, nibble i + 4 its k 2 i + 1.
+template <int GroupK, bool ZeroPoints>
+struct Int4;
+
+template <int GroupK, bool ZeroPoints>
+struct WeightFragment<Int4<GroupK, ZeroPoints>> {
+  // Rows g and g + 8 of 32 k, or of twice as many.
+  static constexpr int kLoadGroups = GroupK % (2 * kGroupK) == 0 ? 2 : 1;
+  struct alignas(8 * kLoadGroups) Load {
+    uint32_t word[2 * kLoadGroups];
+  };
+  static constexpr int kMmas = 2 * kLoadGroups;
+  static constexpr int kUnitK = GroupK;
+  static constexpr int kScales = kTileRows * GroupK / 2;   // their place in a unit: behind the codes
+  static constexpr int kZeros = kScales + 2 * kTileRows;   // of zero points
+  static constexpr int kUnitBytes = kZeros + (ZeroPoints ? kTileRows : 0);
+  static constexpr bool kScaled = true;
+  static constexpr bool kZeroPoints = ZeroPoints;
+
+  static constexpr uint32_t kBiased = 0x43004300;  // a pair of 128, whose last four bits are worth 8, 4, 2 and 1
+  static constexpr uint32_t kMiddle = 0x43084308;  // of 128 + 8
+
+  // 128 + code, in BF16.
+  CUTE_HOST_DEVICE static Words operand(Load const& packed, int j) {
+    uint32_t const g = packed.word[j / 2 * 2], g8 = packed.word[j / 2 * 2 + 1];
+    int const first = j % 2 * 2;
+    return {{pair(g, first), pair(g8, first), pair(g, first + 1), pair(g8, first + 1)}};
+  }
+
+  // The codes themselves as bytes: word `half` of 32 k's row has the k of SplitActivations::bytes.
+  CUTE_HOST_DEVICE static uint32_t bytes(uint32_t word, int half) { return word >> 4 * half & 0x0f0f0f0f; }
+
+  // What `operand` must be lowered by in the rows g and g + 8, from a lane's two zero points.
+  CUTE_HOST_DEVICE static uint32_t middle(uint32_t zero) { return ZeroPoints ? kBiased + zero * 0x00010001 : kMiddle; }
+
+ private:
+  CUTE_HOST_DEVICE static uint32_t pair(uint32_t word, int i) { return and_or(word >> 4 * i, 0x000f000f, kBiased); }
 };
 
 // The activations of one sequence: lane (g, t) reads 16 bytes at k = 8 t of each group of 32 for sequence g.

@@ -22,6 +22,36 @@ CUTLASS_DEVICE uint32_t pack_bf16x2(float low, float high) {
 CUTLASS_DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 CUTLASS_DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
+// a - b of two BF16 pairs, each rounded to nearest even.
+CUTLASS_DEVICE uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+// The larger magnitude of two BF16 pairs, in either half, with a sign that means nothing. NaN stays NaN.
+CUTLASS_DEVICE uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// The larger of two floats. NaN stays NaN.
+CUTLASS_DEVICE float larger(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// The two float16 values of a word.
+CUTLASS_DEVICE float2 unpack_halves(uint32_t packed) {
+  float2 values;
+  asm("{.reg .f16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(packed));
+  return values;
+}
+
 // Eight BF16 values, one 16-byte access.
 CUTLASS_DEVICE void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
