@@ -180,7 +180,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     if args.nll is not None:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
-    plain = getattr(precision, through) == BF16 and precision.name != BF16.name
+    plain = getattr(precision, through) == BF16 and not precision.name.startswith(BF16.name)
     report: dict[str, Any] = {
         **_what_computed(model, args.precision),
         **({through: BF16.name} if plain else {}),  # the precision's name speaks of the other phase
