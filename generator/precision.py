@@ -90,18 +90,25 @@ PRECISIONS: dict[str, Precision] = {
 
 # a row of INT4 weights, and their groups: int4-g32-asym
 _INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?")
-PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym)"
+_KV8 = "-kv8"
+PRECISION_NAMES = (
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym; all of them with -kv8)"
+)
 
 
 def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
     The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64.
+    Any row over BF16 pages takes pages of E4M3 by a last suffix: fp8-int4-g32-kv8.
     """
     if isinstance(name, Precision):
         return name
     if name in PRECISIONS:
         return PRECISIONS[name]
+    base = name.removesuffix(_KV8)
+    if base != name and (row := get_precision(base)).kv == BF16:
+        return replace(row, name=row.name + _KV8, kv=E4M3)
     parts = _INT4_NAME.fullmatch(name)
     if parts is not None and parts[1] in PRECISIONS:
         row = PRECISIONS[parts[1]]

@@ -45,6 +45,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
 LARGE, LARGE_FP8 = (make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8"))
+LARGE_KV8 = make_plan(load_config("llama-3.1-8b"), "fp8-kv8")
 PLANNED = (
     *one_of_each(SMALL),
     *LARGE.prefill["qkv"].values(),
@@ -58,6 +59,10 @@ PLANNED = (
     LARGE_FP8.prefill["down"][MAX_ROWS],
     LARGE_FP8.gather_rows["prefill_fp8"],
     LARGE_FP8.attention_prefill,
+    LARGE_KV8.prefill["qkv"][MAX_ROWS],
+    LARGE_KV8.attention_prefill,
+    LARGE_KV8.decode["qkv"][32],
+    LARGE_KV8.attention_decode,
 )
 
 
@@ -105,9 +110,10 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
 
 
 @pytest.mark.compile
-def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord]) -> None:
+@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8], ids=["bf16", "kv8"])
+def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord], plan: Plan) -> None:
     """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
-    warps = [LARGE.decode["qkv"][32]] * 2 + [LARGE.attention_decode]
+    warps = [plan.decode["qkv"][32]] * 2 + [plan.attention_decode]
     taken = sum(-(-built[spec.name].resources.registers // 8) * 8 for spec in warps)  # handed out by eights
     assert taken <= SCHEDULER_REGISTERS
 
