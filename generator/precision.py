@@ -88,27 +88,33 @@ PRECISIONS: dict[str, Precision] = {
     "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
 
-# a row of INT4 weights, their groups, and the cache: int4-g32-asym-kv8
-_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-kv8)?")
-PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -kv8)"
+# a row of INT4 weights, and their groups: int4-g32-asym
+_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?")
+_KV8 = "-kv8"
+PRECISION_NAMES = (
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym; all of them with -kv8)"
+)
 
 
 def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
-    The rows of INT4 weights take other groups by suffix, zero points, and a cache of E4M3: int4-g32,
-    int4-channel-asym, fp8-int4-g64-kv8.
+    The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64.
+    Any row over BF16 pages takes pages of E4M3 by a last suffix: fp8-int4-g32-kv8.
     """
     if isinstance(name, Precision):
         return name
     if name in PRECISIONS:
         return PRECISIONS[name]
+    base = name.removesuffix(_KV8)
+    if base != name and (row := get_precision(base)).kv == BF16:
+        return replace(row, name=row.name + _KV8, kv=E4M3)
     parts = _INT4_NAME.fullmatch(name)
     if parts is not None and parts[1] in PRECISIONS:
         row = PRECISIONS[parts[1]]
         size = CHANNEL if parts[3] else int(parts[2] or row.group_size)
         if size in (*GROUP_SIZES, CHANNEL):
             group = "" if size == row.group_size else "-channel" if size == CHANNEL else f"-g{size}"
-            full_name, kv = f"{row.name}{group}{parts[4] or ''}{parts[5] or ''}", E4M3 if parts[5] else row.kv
-            return replace(row, name=full_name, kv=kv, group_size=size, zero_points=parts[4] is not None)
+            name = f"{row.name}{group}{parts[4] or ''}"
+            return replace(row, name=name, group_size=size, zero_points=parts[4] is not None)
     raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")

@@ -207,3 +207,18 @@ def test_int4_rows_that_do_not_exist_are_refused(name: str) -> None:
 def test_an_unknown_precision_is_refused_with_those_that_exist() -> None:
     with pytest.raises(UnsupportedError, match="precision 'int2' is not implemented; choose one of: bf16"):
         kernel_specs(CONFIGS["llama-3.1-8b"], "int2")
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp8", "fp8-promoted", "int4-g32-asym", "fp8-int4"])
+def test_pages_of_e4m3_by_a_suffix(base: str) -> None:
+    """Of any row: the kernels that write or read pages are others, and no more than these."""
+    row = get_precision(f"{base}-kv8")
+    assert (row.name, row.kv) == (f"{base}-kv8", E4M3)
+    assert get_precision(row.name) == row
+    config = CONFIGS["llama-3.1-8b"]
+    plain, coded = (make_plan(config, name) for name in (base, row.name))
+    changed = set(coded.specs()) - set(plain.specs())
+    touched = {*coded.prefill["qkv"].values(), *coded.decode["qkv"].values()}
+    assert changed == touched | {coded.attention_prefill, coded.attention_decode}
+    with pytest.raises(UnsupportedError, match=f"precision '{base}-kv8-kv8' is not implemented"):
+        get_precision(f"{base}-kv8-kv8")
