@@ -21,7 +21,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError
-from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
+from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.generator.specs import KernelSpec
@@ -58,8 +58,9 @@ class KernelLibrary:
     ) -> None:
         """Load the plan's kernels onto the device.
 
-        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those; this
-        fixes how attention splits a sequence as well.
+        ``batch_invariant``: a decoded row has the same bits at any batch of 1 to 8. One GEMM serves all of those (of
+        INT4 weights, that for up to eight, though there is a faster one for up to four); this fixes how attention
+        splits a sequence as well.
         """
         self.config = config
         self.precision = precision
@@ -75,7 +76,9 @@ class KernelLibrary:
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
         for op in PROJECTIONS:
             gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
-            gemms["decode", op] = DecodeGemm({batch: kernel(spec) for batch, spec in plan.decode[op].items()})
+            least = BATCH_TILES[0] if batch_invariant else 1
+            by_batch = {batch: kernel(spec) for batch, spec in plan.decode[op].items() if batch >= least}
+            gemms["decode", op] = DecodeGemm(by_batch)
         self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
         self._gather_rows = {phase: GatherRows(kernel(spec)) for phase, spec in plan.gather_rows.items()}
         self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))

@@ -15,6 +15,7 @@ from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
 from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
+INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
 
 MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
@@ -117,6 +118,16 @@ def _large(op: str, n: int, k: int, element: Element, widest: int) -> _Schedule:
     return chosen
 
 
+def decode_element(op: str, precision: Precision) -> Element:
+    """What the decode GEMM of a projection reads as its weight."""
+    return precision.head if op == "lm_head" else precision.decode
+
+
+def batch_tiles(op: str, precision: Precision) -> tuple[int, ...]:
+    """The most sequences of each of a projection's decode GEMMs."""
+    return INT4_BATCH_TILES if decode_element(op, precision) == INT4 else BATCH_TILES
+
+
 def decode_gemm_spec(
     op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None = None
 ) -> DecodeGemmSpec:
@@ -125,7 +136,7 @@ def decode_gemm_spec(
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
     """
-    element = precision.head if op == "lm_head" else precision.decode
+    element = decode_element(op, precision)
     if element == INT4:
         return _int4(op, n, k, batch_tile, precision, heads)
     if batch_tile == 8:
@@ -236,46 +247,51 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> Deco
 def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
     """INT4 weights: blocks that all run at once, of as many row tiles as leave no multiprocessor without one.
 
-    More than eight sequences read x of at least as many row tiles as they have lines of eight, by a cluster that splits
-    K. Up to 32 x comes by lanes, each of whose warps has all row tiles and K of its own.
+    More than eight sequences read x of more row tiles at a time, by a cluster that splits K. x comes by lanes, each of
+    whose warps has all row tiles and K of its own, as long as registers hold it.
     """
     group_k = packed_group(k, precision.group_size)
     tiles, units = n // ROW_TILE, k // group_k
-    row_tiles = _wide(tiles, batch_tile, 1) or 1
-    split_k = 1
+    row_tiles, split_k = _wide(tiles, batch_tile, 1) or 1, 1
     most = min(8, batch_tile // 4)
     while row_tiles < most and split_k < 4 and tiles % (2 * row_tiles) == 0 and units % (2 * split_k) == 0:
         row_tiles, split_k = 2 * row_tiles, 2 * split_k
     by_lanes = batch_tile <= 8 or (batch_tile <= 32 and row_tiles <= 4)
     if by_lanes:
-        warp_rows, warp_split = 1, 8 if row_tiles <= 4 else 4
+        warp_rows, warp_split, steps = 1, 8 if row_tiles <= 4 else 4, 1
     else:
         warp_rows = row_tiles // 2 if batch_tile <= 32 and row_tiles % 2 == 0 else row_tiles
-        warp_split = 1 << (8 // warp_rows).bit_length() - 1 if warp_rows <= 8 else 1
-    stage_k = warp_split * group_k
-    if not by_lanes and batch_tile <= 32:
-        stage_k *= max(1, 256 // stage_k)
-    spec = DecodeGemmSpec(
-        op,
-        INT4,
-        n,
-        k,
-        batch_tile,
-        row_tiles,
-        warp_rows,
-        warp_split,
-        split_k,
-        2,
-        stage_k,
-        heads,
-        int(by_lanes),
-        group_k=group_k,
-        zero_points=precision.zero_points,
-    )
-    fit = (shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)) // (spec.stage_bytes + 16)
-    stages = max(2, min(fit, MAX_STAGES, -(-(k // split_k) // stage_k)))
-    waves = spec.blocks > 2 * _MULTIPROCESSORS
-    return replace(spec, stages=stages, next_at="lead" if waves else "start", rotate=waves)
+        room = shared_share(2 if batch_tile <= 32 else 1) - inbox_bytes(batch_tile, row_tiles, split_k)
+        step_bytes = group_k * (ROW_TILE * row_tiles * 5 // 8 + 2 * batch_tile)  # at least, of each warp of a row
+        fit = min(8 // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
+        least = -(-batch_tile // (32 * warp_rows))  # a lane for every sequence
+        warp_split = max(least, 1 << max(fit, 1).bit_length() - 1)
+        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 else 1
+
+    def spec(stages: int) -> DecodeGemmSpec:
+        return DecodeGemmSpec(
+            op,
+            INT4,
+            n,
+            k,
+            batch_tile,
+            row_tiles,
+            warp_rows,
+            warp_split,
+            split_k,
+            stages,
+            steps * warp_split * group_k,
+            heads,
+            int(by_lanes),
+            group_k=group_k,
+            zero_points=precision.zero_points,
+        )
+
+    two = spec(2)
+    fit = (shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)) // (two.stage_bytes + 16)
+    chosen = spec(max(2, min(fit, MAX_STAGES, -(-k // (split_k * two.stage_k)))))
+    waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
+    return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES) -> int | None:

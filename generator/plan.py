@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from .config import LlamaConfig
 from .heuristics import (
-    BATCH_TILES,
     attention_decode_spec,
     attention_prefill_spec,
+    batch_tiles,
     decode_gemm_spec,
     gemm_specs,
     padded_vocab,
@@ -81,7 +81,10 @@ def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTa
         prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None, table) for op, (n, k) in shapes.items()},
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
-            op: {batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None) for batch in BATCH_TILES}
+            op: {
+                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None)
+                for batch in batch_tiles(op, row)
+            }
             for op, (n, k) in shapes.items()
         },
         attention_decode=attention_decode_spec(heads, row),

@@ -257,6 +257,15 @@ def test_int4_is_packed_where_it_is_read_and_nowhere_else(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_one_gemm_serves_up_to_eight_sequences_where_batches_may_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load_or_build", lambda specs, **_: {spec.name: (None, b"") for spec in specs})
+    for precision, fastest in (("bf16", 8), ("int4", 4)):
+        for invariant, least in ((False, fastest), (True, 8)):
+            gemm: Any = load_kernels(SMALL, precision, batch_invariant=invariant)._projections.gemms["decode", "o"]
+            assert min(gemm.kernels) == least
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_a_phase_that_is_none_is_named(exported: Path) -> None:
     ops: Any = load_kernels(SMALL, "bf16", folder=exported)
     weight, x = torch.zeros(576, 576, dtype=torch.bfloat16), torch.zeros(1, 576, dtype=torch.bfloat16)

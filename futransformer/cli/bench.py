@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.errors import InputError
+from futransformer.generator.precision import BF16, INT4, get_precision
 
 if TYPE_CHECKING:
     from futransformer.bench.case import Ceilings
@@ -62,7 +63,9 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
     bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
     bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score")
-    bench.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="accuracy: of which prefill")
+    bench.add_argument(
+        "--precision", default="bf16", help="accuracy: bf16, fp8 (of the prefill), or one of INT4 decode weights"
+    )
     bench.add_argument(
         "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
     )
@@ -108,21 +111,27 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
-    from futransformer.bench import accuracy, accuracy_fp8, results  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.bench import accuracy, accuracy_fp8, accuracy_int4, results  # noqa: PLC0415 - see futransformer.cli
     from futransformer.cli.model import model_folder, read_text  # noqa: PLC0415
 
     _alone(args, ACCURACY)
     if args.model is None or args.text is None:
         raise InputError("bench accuracy needs --model MODEL and --text FILE")
+    precision = get_precision(args.precision)
+    int4 = precision.decode == INT4 and precision.prefill == BF16
+    if not int4 and precision.name not in ("bf16", "fp8"):
+        raise InputError(f"bench accuracy measures bf16, fp8, and int4 in any groups, not {precision.name}")
     _, text = read_text(args.text)
     where = results.environment(args.commit)
     model = model_folder(args.model)
-    if args.precision == "fp8":
+    if int4:
+        rows = accuracy_int4.rows(model, text, precision.name, args.kernels)
+    elif precision.name == "fp8":
         _, calibration = read_text(args.calibration)
         rows = accuracy_fp8.rows(model, text, calibration, args.kernels)
     else:
         rows = accuracy.rows(model, text, args.kernels)
-    content = results.document(ACCURACY, where, rows, precision=args.precision)
+    content = results.document(ACCURACY, where, rows, precision=precision.name)
     path = results.write(args.output or results.default_folder(), content)
     print(json.dumps(content, indent=1) if args.json else path)
     return 0

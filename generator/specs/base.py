@@ -189,9 +189,13 @@ class KernelSpec:
     """What all specs share. Subclasses set ``template`` and derive the rest."""
 
     template: ClassVar[str]
-    instructions: ClassVar[tuple[str, ...]] = ()  # SASS mnemonics that the cubin must contain
     page_size: ClassVar[int] = PAGE_SIZE
     dependent_launch: ClassVar[bool] = False  # waits for its predecessor itself, so that it may start before its end
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """SASS mnemonics that the cubin must contain."""
+        return ()
 
     @property
     def name(self) -> str:

@@ -42,7 +42,6 @@ class DecodeGemmSpec(KernelSpec):
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
-    instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
     op: str
@@ -156,6 +155,12 @@ class DecodeGemmSpec(KernelSpec):
     def x_box(self) -> tuple[int, int, int]:
         """Box of the tensor map of x, seen as [K / 32, rows, 32]."""
         return (self.stage_k // _GROUP_K, self.batch_tile, _GROUP_K)
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """See KernelSpec.instructions."""
+        multiply = "IMMA.16832.U8.S8" if self.batch_tile == 4 else "HMMA.16816.F32.BF16"
+        return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
 
     @property
     def epilogue(self) -> tuple[str, ...]:

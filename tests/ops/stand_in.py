@@ -33,6 +33,7 @@ from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.ops.interface import Fp8Output, Phase, Projection
 from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear
+from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
 FP8_ARGUMENTS = ("out_scale", "amax", "saturated")  # as Fp8Output has them
@@ -73,6 +74,8 @@ class StandInKernel:
             logical = unpack_prefill(op, weight, spec.n).float()
         elif spec.element == INT4:
             logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
+            if spec.batch_tile == SPLIT_BATCH:
+                x = as_integers(x, spec.group_k)
         else:
             logical = unpack_decode(op, weight, spec.n).float()
         scale = arguments.get("scale")

@@ -18,7 +18,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec
+from futransformer.generator.heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import BF16, INT4, PRECISIONS, get_precision
 from futransformer.generator.schedules import MULTIPROCESSORS
@@ -30,12 +30,18 @@ from futransformer.ops.interface import Projection
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.ops import models
+from tests.ops.int4 import SPLIT_BATCH, as_integers
 from tests.ops.tolerance import worst_block
 
 MODELS = ("smollm2-135m", "llama-3.1-8b")
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 CASES = [*product(MODELS, OPS), *product(models.INT4, OPS[:4])]  # the head of an INT4 model is BF16's
-WHOLE = [(model, op) for model, op in CASES if model in models.WHOLE]
+TILES = [
+    (model, op, tile)
+    for model, op in CASES
+    if model in models.WHOLE
+    for tile in batch_tiles(op, models.precision_of(model))
+]
 LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym"]
 BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
@@ -127,6 +133,10 @@ class Problem:
     def reference(self, rows: int, dtype: torch.dtype) -> Tensors:
         ops = ReferenceOps(self.ops.config, device=self.device, dtype=dtype)
         x, sumsq, weight = self.x[:rows], self.sumsq[:rows], self.logical.float()
+        spec = self.gemm.kernels[min(self.gemm.kernels)].spec
+        assert isinstance(spec, DecodeGemmSpec)
+        if rows <= spec.batch_tile == SPLIT_BATCH:
+            x = as_integers(x, spec.group_k)
         if self.op == "qkv":
             shape = (PAGES, self.heads.num_key_value_heads, 64, self.heads.head_dim)
             pages = [self.poisoned(*shape, dtype=dtype) for _ in range(2)]
@@ -184,8 +194,7 @@ def test_projection(gpu_ops: Kernels, model: str, op: Projection, rows: int) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", BATCH_TILES)
-@pytest.mark.parametrize(("model", "op"), WHOLE)
+@pytest.mark.parametrize(("model", "op", "tile"), TILES)
 def test_a_row_does_not_see_its_neighbours(gpu_ops: Kernels, model: str, op: Projection, tile: int) -> None:
     """Each row of a batch has the bits of its solo run by the same kernel, whatever the other rows hold."""
     problem = problem_of(gpu_ops(model), op)
@@ -322,7 +331,7 @@ def test_every_planned_kernel_is_legal(model: str, precision: str) -> None:
     specs = [spec for by_batch in plan.decode.values() for spec in by_batch.values()]
     assert len({spec.name for spec in specs}) == len(specs)
     for op, by_batch in plan.decode.items():
-        assert tuple(by_batch) == BATCH_TILES
+        assert tuple(by_batch) == batch_tiles(op, get_precision(precision))
         assert {spec.element for spec in by_batch.values()} == {
             get_precision(precision).head if op == "lm_head" else get_precision(precision).decode
         }

@@ -1,0 +1,55 @@
+"""The accuracy of INT4 decode weights: what is compared with what, on the reference in the place of the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from futransformer.bench import accuracy, accuracy_int4
+from futransformer.bench.accuracy_int4 import DecodeInPasses, DoubleDecodeInPasses, reading_as_decoding
+from futransformer.generator.config import load_config
+from futransformer.model import Llama
+from futransformer.perplexity import score
+from futransformer.reference import ReferenceOps
+
+CONTEXT = 8
+TOKENS: list[int] = torch.randint(256, (34 * CONTEXT + 3,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def load(folder: Path, ops: type[ReferenceOps], precision: str = "int4-g32-asym") -> Llama:
+    return Llama.from_pretrained(folder, ops=ops(load_config(folder)), precision=precision, cache_tokens=64 * 64)
+
+
+@pytest.fixture
+def rows(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    for module in (accuracy, accuracy_int4):
+        monkeypatch.setattr(module, "CONTEXT", CONTEXT)
+    kinds = {"float32": DecodeInPasses, "float64": DoubleDecodeInPasses}
+    references = {kind: reading_as_decoding(load(tiny_base_model, ops)) for kind, ops in kinds.items()}
+    ours, bf16 = load(tiny_base_model, ReferenceOps), load(tiny_base_model, ReferenceOps, "bf16")
+    return accuracy_int4.perplexity_rows(ours, references, bf16, TOKENS, "tiny/int4-g32-asym-rtn-bf16")
+
+
+def test_reading_in_passes_is_decoding(tiny_base_model: Path) -> None:
+    """Nothing differs but the order of sums, which can move a value across a rounding boundary."""
+    options: dict[str, Any] = {"context": 64, "batch": 2}
+    decoded = score(load(tiny_base_model, ReferenceOps), TOKENS, through="decode", **options).nll
+    read = score(reading_as_decoding(load(tiny_base_model, DecodeInPasses)), TOKENS, **options).nll
+    prefill = score(load(tiny_base_model, ReferenceOps), TOKENS, **options).nll
+    assert (read - decoded).std() < 0.02 * (prefill - decoded).std()
+
+
+def test_every_batch_is_told_beside_the_reference_and_bf16(rows: list[dict[str, Any]]) -> None:
+    base = f"perplexity/tiny/int4-g32-asym-rtn-bf16/through=decode/ctx={CONTEXT}/windows"
+    assert [row["case"] for row in rows] == [
+        f"{base}={windows}/B={batch}" for windows, batch in ((34, 64), (16, 1), (16, 4), (16, 8), (32, 32))
+    ]
+    for row in rows:
+        assert row["nll_minus_reference-bf16"]["deviation"] > 10 * row["nll_minus_reference"]["deviation"]
+        apart = 100 * (row["ours"] / row["rivals"]["reference-bf16"] - 1)
+        assert row["percent_over_bf16"] == pytest.approx(apart, abs=0.01)
+    assert set(rows[0]["noise_floor_reference_float32_minus_float64"]) == {"mean", "standard_error", "deviation"}
+    assert all("noise_floor_reference_float32_minus_float64" not in row for row in rows[1:])
