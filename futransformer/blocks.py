@@ -43,6 +43,17 @@ class BlockScales:
 UNSCALED = BlockScales()
 
 
+@dataclass(frozen=True)
+class BlockGains:
+    """Gains of the norms behind o and down, float32 [H], where decode's weights cannot hold them; elsewhere none."""
+
+    middle: Tensor | None = None
+    end: Tensor | None = None
+
+
+UNGAINED = BlockGains()
+
+
 class Pass(Protocol):
     """The rows that go through the blocks together: where they stand, where their K and V go, whom they attend."""
 
@@ -118,10 +129,11 @@ def llama_block(
     k_pages: Tensor,
     v_pages: Tensor,
     scales: BlockScales = UNSCALED,
+    gains: BlockGains = UNGAINED,
 ) -> Stream:
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
 
-    ``scales`` are for a phase whose GEMMs read FP8.
+    ``scales`` are for a phase whose GEMMs read FP8, ``gains`` for one whose weights keep a checkpoint's codes.
     """
     phase, s = rows.phase, scales
     x, sumsq, residual = stream
@@ -138,6 +150,6 @@ def llama_block(
         scale=s.qkv,
     )
     attended = rows.attention(ops, q, k_pages, v_pages, s.attended)
-    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual, scale=s.o, fp8=s.middle)
+    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual, scale=s.o, fp8=s.middle, gain=gains.middle)
     h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
-    return ops.down(phase, h, weights.down[phase], residual, scale=s.down, fp8=s.end)
+    return ops.down(phase, h, weights.down[phase], residual, scale=s.down, fp8=s.end, gain=gains.end)

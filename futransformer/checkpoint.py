@@ -144,7 +144,7 @@ class Checkpoint:
     def norm_gains(self) -> list[Tensor]:
         """Return the gains of each layer's two norms, in order: 2 num_hidden_layers of float32 [hidden_size]."""
         return [
-            self._read(f"model.layers.{index}.{norm}.weight").float()
+            self._read(f"model.layers.{index}.{norm}.weight").to(torch.float32, copy=True)
             for index in range(self.config.num_hidden_layers)
             for norm in ("input_layernorm", "post_attention_layernorm")
         ]

@@ -138,7 +138,8 @@ def decode_gemm_spec(
     """
     element = decode_element(op, precision)
     if element == INT4:
-        return _int4(op, n, k, batch_tile, precision, heads)
+        gain_in_x = precision.gain_in_x and op in ("o", "down")
+        return replace(_int4(op, n, k, batch_tile, precision, heads), gain_in_x=gain_in_x)
     if batch_tile == 8:
         return _few(op, n, k, element, heads)
     tiles, split_k = n // ROW_TILE, 1

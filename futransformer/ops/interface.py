@@ -43,6 +43,10 @@ class Ops(Protocol):
     Where a phase's GEMMs read FP8, ``scale`` is what their sums are multiplied by, the scale of x times that of the
     weight: float32 [1], or [N] where every row of the weight has its own; and ``fp8``
     says how the result that the next GEMM reads is written. In BF16 both are None.
+
+    Where decode's weights keep the codes of a checkpoint (Precision.gain_in_x), ``gain`` is float32 [H], that of the
+    norm before whatever reads the stream next: x is the residual times it, rounded. Elsewhere it is None, and the gain
+    lies in the next weight.
     """
 
     device: torch.device
@@ -68,7 +72,15 @@ class Ops(Protocol):
         """Turn the scales of an FP8 weight, [1] or [N] for its logical rows, into what this backend's GEMM reads."""
         ...
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """Return a stream that begins with rows ``indices`` [T] of ``table`` [R, H] (BF16); sumsq is [T, 1]."""
         ...
 
@@ -128,6 +140,7 @@ class Ops(Protocol):
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
@@ -154,6 +167,7 @@ class Ops(Protocol):
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...

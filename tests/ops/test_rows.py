@@ -231,17 +231,22 @@ class RecordingKernel:
         self.launches.append((grid, arguments))
 
 
-@pytest.mark.parametrize(("residual", "fp8"), [(False, False), (True, False), (False, True)])
-def test_launches(residual: bool, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("residual", "fp8", "gain"),
+    [(False, False, None), (True, False, None), (False, True, None), (True, False, torch.ones(64))],
+)
+def test_launches(residual: bool, fp8: bool, gain: Tensor | None) -> None:
     """Every parameter of the ABI once, one block a row."""
-    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64, residual, fp8)), RecordingKernel(ArgmaxSpec(100))
+    spec = GatherRowsSpec(BF16, 64, residual, fp8, gain=gain is not None)
+    gather, argmax = RecordingKernel(spec), RecordingKernel(ArgmaxSpec(100))
     table, indices = torch.zeros(10, 64, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
     output = fp8_output(torch.ones(1)) if fp8 else None
-    x, sumsq, stream = GatherRows(gather)(table, indices, output)  # type: ignore[arg-type]
+    x, sumsq, stream = GatherRows(gather)(table, indices, output, gain)  # type: ignore[arg-type]
     ((grid, arguments),) = gather.launches
     assert grid == (5, 1, 1)
     assert set(arguments) == {param.name for param in gather.spec.params}
     assert arguments["table_rows"] == 10
+    assert arguments.get("gain") is gain
     assert (arguments["sumsq_out"], arguments.get("residual", arguments["out"])) == (sumsq, stream)
     assert arguments.get("out_fp8", arguments["out"]) is x
     assert (stream is x) == (not residual and not fp8)
