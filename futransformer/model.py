@@ -43,6 +43,7 @@ from futransformer.ops.interface import Ops, Phase, Stream
 from futransformer.quantize.folder import read_scales
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class Llama:
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
         check_memory(config.name, plan, target)
         checkpoint = load_checkpoint(folder, config)
+        check_sums(folder)
         precision, note = serving(checkpoint, precision)
         if note is not None and progress is not None:
             progress(f"{config.name}: {note}")

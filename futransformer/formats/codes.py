@@ -158,14 +158,14 @@ class ScaledCodes:
 
 def nibbles(words: Tensor) -> Tensor:
     """int32 [..., M] -> uint8 [..., 8 M]; the lowest nibble of a word comes first."""
-    halves = words.contiguous().view(torch.uint8)
-    return torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
+    halves = words.flatten().view(torch.uint8)  # flat, for rows of one word have strides that no view divides
+    return torch.stack((halves & 15, halves >> 4), -1).view(*words.shape[:-1], -1)
 
 
 def words(codes: Tensor) -> Tensor:
     """The inverse of ``nibbles``: uint8 [..., 8 M] -> int32 [..., M]."""
     halves: Tensor = codes[..., 0::2] | codes[..., 1::2] << 4
-    return halves.contiguous().view(torch.int32)
+    return halves.flatten().view(torch.int32).view(*codes.shape[:-1], -1)
 
 
 def groups_of_columns(name: str, g_idx: Tensor, groups: Groups) -> Tensor | None:
