@@ -28,7 +28,11 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of an FP8 prefill: of the sums of the four projections, and of the four FP8 results. In BF16, none."""
+    """Scales of an FP8 prefill: of the sums of the four projections, and of the FP8 results.
+
+    A part in BF16 (futransformer.layer_parts) has none. Where one in FP8 follows it, x in FP8 is gathered from the
+    residual: ``begin`` for qkv, and ``middle``, which o would have written, for gate_up.
+    """
 
     qkv: Tensor | None = None
     o: Tensor | None = None
@@ -38,6 +42,8 @@ class BlockScales:
     middle: Fp8Output | None = None  # x after o, read by gate_up
     h: Fp8Output | None = None  # read by down
     end: Fp8Output | None = None  # x after down, read by the next layer's qkv
+    begin: Fp8Output | None = None  # x before qkv, if the layer before ends in BF16
+    order: Tensor | None = None  # int32, 0 1 2 ... for as many rows as a pass may have: what gathers all rows
 
 
 UNSCALED = BlockScales()
@@ -69,7 +75,15 @@ class Pass(Protocol):
         """Cache slot of each row, int64 [T]."""
         ...
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend q over one layer's pages."""
         ...
 
@@ -87,7 +101,15 @@ class PrefillPass:
     seqlens_k: Tensor
     max_seqlen_q: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_prefill(
             q,
@@ -98,6 +120,7 @@ class PrefillPass:
             self.seqlens_k,
             max_seqlen_q=self.max_seqlen_q,
             fp8=fp8,
+            kv_scale=kv_scale,
         )
 
 
@@ -113,10 +136,24 @@ class DecodePass:
     seqlens_k: Tensor
     max_seqlen_k: int
 
-    def attention(self, ops: Ops, q: Tensor, k_pages: Tensor, v_pages: Tensor, fp8: Fp8Output | None = None) -> Tensor:
+    def attention(
+        self,
+        ops: Ops,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_decode(
-            q, k_pages, v_pages, self.block_table, self.seqlens_k, max_seqlen_k=self.max_seqlen_k
+            q,
+            k_pages,
+            v_pages,
+            self.block_table,
+            self.seqlens_k,
+            max_seqlen_k=self.max_seqlen_k,
+            kv_scale=kv_scale,
         )
 
 
@@ -129,18 +166,19 @@ def llama_block(
     k_pages: Tensor,
     v_pages: Tensor,
     scales: BlockScales = UNSCALED,
+    kv_scale: Tensor | None = None,
     gains: BlockGains = UNGAINED,
 ) -> Stream:
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
 
-    ``scales`` are for a phase whose GEMMs read FP8, ``gains`` for one whose weights keep a checkpoint's codes.
+    ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3, ``gains`` for a phase whose weights
+    keep a checkpoint's codes.
     """
     phase, s = rows.phase, scales
-    x, sumsq, residual = stream
     q = ops.qkv(
         phase,
-        x,
-        sumsq,
+        _operand(ops, phase, stream, s.qkv, s.begin, s.order),
+        stream.sumsq,
         weights.qkv[phase],
         rope_table,
         rows.positions,
@@ -148,8 +186,30 @@ def llama_block(
         k_pages,
         v_pages,
         scale=s.qkv,
+        kv_scale=kv_scale,
     )
-    attended = rows.attention(ops, q, k_pages, v_pages, s.attended)
-    x, sumsq, residual = ops.o(phase, attended, weights.o[phase], residual, scale=s.o, fp8=s.middle, gain=gains.middle)
-    h = ops.gate_up(phase, x, sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
-    return ops.down(phase, h, weights.down[phase], residual, scale=s.down, fp8=s.end, gain=gains.end)
+    attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale)
+    middle = ops.o(
+        phase,
+        attended,
+        weights.o[phase],
+        stream.residual,
+        scale=s.o,
+        fp8=None if s.o is None else s.middle,
+        gain=gains.middle,
+    )
+    x = _operand(ops, phase, middle, s.gate_up, s.middle if s.o is None else None, s.order)
+    h = ops.gate_up(phase, x, middle.sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
+    return ops.down(phase, h, weights.down[phase], middle.residual, scale=s.down, fp8=s.end, gain=gains.end)
+
+
+def _operand(
+    ops: Ops, phase: Phase, stream: Stream, scale: Tensor | None, gathered: Fp8Output | None, order: Tensor | None
+) -> Tensor:
+    """x as the next projection reads it, whose sums are worth ``scale``."""
+    if phase == "prefill" and scale is None:
+        return stream.residual  # x itself, unless what wrote x wrote codes
+    if gathered is None:
+        return stream.x
+    assert order is not None
+    return ops.gather_rows(phase, stream.residual, order[: len(stream.residual)], fp8=gathered).x

@@ -292,7 +292,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _locate(folder: Path) -> dict[str, Any]:
     """Return tensor name -> opened file."""
     if (folder / SINGLE_FILE).is_file():
-        opened = _open(folder / SINGLE_FILE)
+        opened = open_safetensors(folder / SINGLE_FILE)
         return dict.fromkeys(opened.keys(), opened)
     if (folder / INDEX_FILE).is_file():
         return _locate_shards(folder)
@@ -321,7 +321,7 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}; shards must lie beside the index")
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{folder / shard} is missing; {INDEX_FILE} keeps {name} in it: fetch it again")
-            opened[shard] = _open(folder / shard)
+            opened[shard] = open_safetensors(folder / shard)
             held[shard] = set(opened[shard].keys())
         if name not in held[shard]:
             raise CheckpointError(f"{folder / shard} lacks {name}, which {INDEX_FILE} promises; fetch both again")
@@ -336,7 +336,7 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
     return {name: opened[shard] for name, shard in weight_map.items()}
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Open one safetensors file; nothing is read but its header."""
     try:
         with path.open("rb") as stream:

@@ -9,8 +9,9 @@ L layers write 4 L + 1 FP8 results. Result 4 l + i is read by projection i of la
 | 2 | x before gate_up | o | gate_up |
 | 3 | h | gate_up | down |
 
-and the last result, x after the last layer, by nobody. All of them share one tensor for each quantity, so that a pass
-costs a handful of small launches, none of which waits for the device.
+and the last result, x after the last layer, by nobody. Parts of layers that stay in BF16 (futransformer.layer_parts)
+read and write none; what they alone would have to do with has a scale all the same, which means nothing. All results
+share one tensor for each quantity, so that a pass costs a few small launches, none of which waits for the device.
 
 Scales are *delayed*: a pass writes by scales that were fixed before it. They are those of a calibration, and then
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from futransformer.blocks import BlockScales
 from futransformer.generator.errors import InputError
 from futransformer.generator.precision import E4M3_MAX
+from futransformer.layer_parts import Part, Parts
 from futransformer.ops.interface import Fp8Output, Projection
 from futransformer.quantize.fp8 import SMALLEST_SCALE, scale_of
 
@@ -104,12 +106,18 @@ class Fp8Scaling:
         *,
         mode: Fp8Scales = "frozen",
         history: int = HISTORY,
+        bf16: Parts = frozenset(),
+        max_rows: int = 0,
     ) -> None:
-        """``weight_scales``: those of each layer's ``READERS``, in order, [1] or [N], as the GEMMs read them."""
+        """``weight_scales``: those of each layer's ``READERS``, in order, [1] or [N], as the GEMMs read them.
+
+        Parts in ``bf16`` have scales that nobody reads. ``max_rows``: of a pass, where any part is in BF16.
+        """
         check_mode(mode)
         if history < 1:
             raise InputError(f"running FP8 scales remember at least one pass, not {history}")
         self.mode = mode
+        self.bf16 = bf16
         self.results = len(weight_scales) + 1
         device = weight_scales[0].device
         counts = [scale.numel() for scale in weight_scales]
@@ -129,19 +137,11 @@ class Fp8Scaling:
             for i in range(self.results)
         ]
         sums = torch.split(self._sums, counts)
-        self.embedding = outputs[0]
+        order = torch.arange(max_rows, dtype=torch.int32, device=device) if bf16 else None
+        self.embedding = None if Part(0, "attention") in bf16 else outputs[0]
         self.blocks = [
-            BlockScales(
-                qkv=sums[i],
-                o=sums[i + 1],
-                gate_up=sums[i + 2],
-                down=sums[i + 3],
-                attended=outputs[i + 1],
-                middle=outputs[i + 2],
-                h=outputs[i + 3],
-                end=outputs[i + 4],
-            )
-            for i in range(0, self.results - 1, len(RESULTS))
+            block_scales(layer, bf16, sums[4 * layer : 4 * layer + 4], outputs[4 * layer : 4 * layer + 5], order)
+            for layer in range(self.results // len(RESULTS))
         ]
         self.use(calibrated)
 
@@ -206,3 +206,23 @@ class Fp8Scaling:
         """How many values have saturated since the last reset, by result; those without any are left out."""
         counts = self._total.tolist()
         return {result_name(index, self.results): count for index, count in enumerate(counts) if count}
+
+
+def block_scales(
+    layer: int, bf16: Parts, sums: Sequence[Tensor], outputs: Sequence[Fp8Output], order: Tensor | None
+) -> BlockScales:
+    """A layer's scales from those of its four sums, and of the results from x before qkv to x after down."""
+    begin, attended, middle, h, end = outputs
+    attention, mlp = Part(layer, "attention") not in bf16, Part(layer, "mlp") not in bf16
+    return BlockScales(
+        qkv=sums[0] if attention else None,
+        o=sums[1] if attention else None,
+        gate_up=sums[2] if mlp else None,
+        down=sums[3] if mlp else None,
+        attended=attended if attention else None,
+        middle=middle if attention or mlp else None,
+        h=h if mlp else None,
+        end=end if mlp else None,
+        begin=begin if attention and Part(layer - 1, "mlp") in bf16 else None,
+        order=order,
+    )

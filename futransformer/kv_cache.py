@@ -57,8 +57,12 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         page_order: Iterable[int] | None = None,
+        scales: Tensor | None = None,
     ) -> None:
-        """Allocate the pool; ``page_order`` is the order in which pages are handed out (default: ascending)."""
+        """Allocate the pool; ``page_order`` is the order in which pages are handed out (default: ascending).
+
+        ``scales``, float32 [layers, 2], makes it a pool of E4M3 codes: what a code of K, and of V, is worth.
+        """
         if num_pages < 1:
             raise InputError(f"a KV cache needs at least one page of {PAGE_SIZE} tokens, not {num_pages}")
         shape = (2, config.num_hidden_layers, num_pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
@@ -70,6 +74,7 @@ class KVCache:
                 f"a KV cache of {num_pages} pages ({num_pages * PAGE_SIZE} tokens) needs {size / 2**30:.2f} GiB on "
                 f"{device}, which has less; ask for fewer cache tokens"
             ) from error
+        self.scales = None if scales is None else scales.to(device)
         self.num_pages = num_pages
         self.device = self.pool.device
         self._free = list(range(num_pages) if page_order is None else page_order)[::-1]
@@ -78,6 +83,10 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V pages of one layer, each [num_pages, num_key_value_heads, PAGE_SIZE, head_dim]."""
         return self.pool[0, index], self.pool[1, index]
+
+    def scale(self, index: int) -> Tensor | None:
+        """What codes of one layer are worth, float32 [2]; None where pages hold values."""
+        return None if self.scales is None else self.scales[index]
 
     @property
     def capacity(self) -> int:
@@ -110,8 +119,8 @@ class KVCache:
         return any(missing)
 
     def release(self, sequences: Iterable[CachedSequence]) -> None:
-        """Take all pages back; the sequences are empty afterwards."""
-        for sequence in sequences:
+        """Take all pages back, to be handed out again in the same order; the sequences are empty afterwards."""
+        for sequence in reversed(list(sequences)):
             self._free += reversed(sequence.pages)
             sequence.pages, sequence.length = [], 0
 

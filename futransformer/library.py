@@ -74,14 +74,19 @@ class KernelLibrary:
             return Kernel(spec, *built[spec.name], device, self.launch_chain)
 
         gemms: dict[tuple[Phase, Projection], ProjectionGemm] = {}
+        bf16: dict[Projection, ProjectionGemm] = {}
         for op in PROJECTIONS:
             gemms["prefill", op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill[op].items()})
             least = BATCH_TILES[0] if batch_invariant else 1
             by_batch = {batch: kernel(spec) for batch, spec in plan.decode[op].items() if batch >= least}
             gemms["decode", op] = DecodeGemm(by_batch)
-        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device)
+            if op in plan.prefill_bf16:
+                bf16[op] = PrefillGemm({rows: kernel(spec) for rows, spec in plan.prefill_bf16[op].items()})
+        self._projections = Projections(config, plan.attention_prefill.heads, gemms, device, bf16)
         self._gather_rows = {phase: GatherRows(kernel(spec)) for phase, spec in plan.gather_rows.items()}
-        self._attention_prefill = AttentionPrefill(kernel(plan.attention_prefill))
+        self._attention_prefill = self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill))
+        if plan.attention_prefill_bf16 is not None:
+            self._attention_prefill_bf16 = AttentionPrefill(kernel(plan.attention_prefill_bf16))
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
@@ -104,8 +109,9 @@ class KernelLibrary:
     def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        gemm = self._projections.gemms[phase, op]
-        reads, given = gemm.weight_type, "INT4" if isinstance(logical, Int4Weight) else logical.dtype
+        given = "INT4" if isinstance(logical, Int4Weight) else logical.dtype
+        gemm = self._projections.gemm(phase, op, None if isinstance(logical, Int4Weight) else logical.dtype)
+        reads = gemm.weight_type
         codes = CODES.get(reads, "no codes")
         fp8 = torch.float8_e4m3fn
         if (given == "INT4") != (reads == torch.uint8) or (given == fp8) != (reads == fp8):
@@ -155,10 +161,21 @@ class KernelLibrary:
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         return self._projections.qkv(
-            phase, x, sumsq, weight, rope_table, positions, slots, k_pages, v_pages, scale=scale
+            phase,
+            x,
+            sumsq,
+            weight,
+            rope_table,
+            positions,
+            slots,
+            k_pages,
+            v_pages,
+            scale=scale,
+            kv_scale=kv_scale,
         )
 
     def attention_prefill(
@@ -173,10 +190,21 @@ class KernelLibrary:
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill."""
-        return self._attention_prefill(
-            q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=max_seqlen_q, out=out, fp8=fp8
+        attention = self._attention_prefill_bf16 if fp8 is None else self._attention_prefill
+        return attention(
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            cu_seqlens_q,
+            seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            out=out,
+            fp8=fp8,
+            kv_scale=kv_scale,
         )
 
     def attention_decode(
@@ -189,9 +217,12 @@ class KernelLibrary:
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_decode."""
-        return self._attention_decode(q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out)
+        return self._attention_decode(
+            q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out, kv_scale=kv_scale
+        )
 
     def o(
         self,
@@ -250,12 +281,14 @@ def load_kernels(
     folder: Path | None = None,
     progress: Callable[[BuildEvent], None] | None = None,
     batch_invariant: bool = False,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
     export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
-    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8.
+    ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8. ``mixed``: of an FP8 prefill, also the
+    kernels for parts of layers that stay in BF16.
     Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
     exported or cached), ToolchainError or BuildError.
     """
@@ -264,6 +297,6 @@ def load_kernels(
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     settings = BuildSettings.from_environment()
     table = exported_table(folder) if folder is not None else schedule_table(settings, device.index)
-    plan = make_plan(model, row, table)
+    plan = make_plan(model, row, table, mixed=mixed)
     built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
     return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

@@ -15,6 +15,7 @@ from futransformer.generator.int4 import packed_bytes
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import BF16, INT4, Precision
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.layer_parts import Half, Parts
 
 FLOAT32_BITS = 32
 
@@ -41,47 +42,63 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: LlamaConfig, precision: Precision, *, cache_tokens: int, rows: int, reference: bool = False
+    config: LlamaConfig,
+    precision: Precision,
+    *,
+    cache_tokens: int,
+    rows: int,
+    reference: bool = False,
+    bf16: Parts = frozenset(),
 ) -> MemoryPlan:
     """Count a model with a cache of ``cache_tokens`` and at most ``rows`` tokens a pass.
 
     Kernels read one packing of every projection and of the head in prefill and another in decode; the reference holds
-    one float32 copy for both, or one a phase of projections whose weights differ. Scales of FP8 are not
-    counted, those of INT4 are.
+    one float32 copy for both, or one a phase of projections whose weights differ. Of an FP8 prefill the parts in
+    ``bf16`` are in BF16. Scales of FP8 are not counted, those of INT4 are.
     """
     heads, layers = config.heads, config.num_hidden_layers
-    shapes = [shape for op, shape in projections(config).items() if op != "lm_head"]
-    layer = sum(n * k for n, k in shapes)
+    part = part_weights(config)
+    weights = layers * sum(part.values())
+    plain = sum(part[half] for _, half in bf16)
     head = config.vocab_size * config.hidden_size
-
-    def weights(bits: int, head_bits: int) -> int:
-        return (layers * layer * bits + head * head_bits) // 8
-
     rope = config.max_position_embeddings * config.head_dim * 4
     features = layers * heads.kv_features
     pages = -(-cache_tokens // PAGE_SIZE)
     # of every row x (once more where GEMMs read it in FP8), q, attention's output and h; float32 logits of a few rows
     quantised = precision.prefill != BF16
-    read_by_gemms = heads.q_features + config.intermediate_size + config.hidden_size * quantised
-    row_bits = (config.hidden_size + heads.q_features) * 16 + read_by_gemms * precision.prefill.bits
+    read_by_gemms = heads.q_features + config.intermediate_size
+    read_bits = read_by_gemms * (BF16 if bf16 else precision.prefill).bits
+    read_bits += config.hidden_size * precision.prefill.bits * quantised
+    row_bits = (config.hidden_size + heads.q_features) * 16 + read_bits
     if reference:
-        prefill_weights = weights(FLOAT32_BITS, FLOAT32_BITS)
-        decode_weights = weights(FLOAT32_BITS, 0) if precision.prefill != precision.decode else 0
+        prefill_weights = (weights + head) * FLOAT32_BITS
+        apart = weights if precision.decode == INT4 else weights - plain if quantised else 0  # the others are one copy
+        decode_weights = apart * FLOAT32_BITS
     else:
-        prefill_weights = weights(precision.prefill.bits, precision.head.bits)
-        decode_weights = weights(precision.decode.bits, precision.head.bits)
+        prefill_weights = (weights - plain) * precision.prefill.bits + plain * BF16.bits
+        prefill_weights += head * precision.head.bits
+        decode_weights = weights * precision.decode.bits + head * precision.head.bits
         if precision.decode == INT4:
             groups = precision.group_size, precision.zero_points
-            decode_weights = layers * sum(packed_bytes(*shape, *groups) for shape in shapes) + weights(
-                0, precision.head.bits
-            )
+            shapes = [shape for op, shape in projections(config).items() if op != "lm_head"]
+            packed = layers * sum(packed_bytes(*shape, *groups) for shape in shapes)
+            decode_weights = packed * 8 + head * precision.head.bits
     return MemoryPlan(
-        prefill_weights=prefill_weights,
-        decode_weights=decode_weights,
+        prefill_weights=prefill_weights // 8,
+        decode_weights=decode_weights // 8,
         embedding=head * 2 + rope,
         kv_cache=2 * pages * PAGE_SIZE * features * precision.kv.bits // 8,
         activations=rows * row_bits // 8,
     )
+
+
+def part_weights(config: LlamaConfig) -> dict[Half, int]:
+    """Weights of the two parts of a layer."""
+    heads = config.heads
+    return {
+        "attention": config.hidden_size * (heads.qkv_features + heads.q_features),
+        "mlp": config.hidden_size * 3 * config.intermediate_size,
+    }
 
 
 def check_memory(name: str, plan: MemoryPlan, device: torch.device) -> None:

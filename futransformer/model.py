@@ -32,17 +32,19 @@ from futransformer.blocks import (
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
-from futransformer.fp8_scaling import READERS, ActivationScales, Fp8Scales, Fp8Scaling, check_mode, count_results
+from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError, UnsupportedError
 from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
+from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Phase, Stream
-from futransformer.quantize.folder import read_scales
-from futransformer.quantize.fp8 import quantize_weight
+from futransformer.ops.validate import DTYPES
+from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
+from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
 
@@ -64,9 +66,10 @@ class LlamaWeights:
 
     embedding: Tensor
     rope_table: Tensor
-    layers: list[LayerWeights]
+    layers: Sequence[LayerWeights]
     lm_head: Packed
-    scales: tuple[Tensor, ...] = ()  # of the FP8 weights: each layer's READERS, in order, as their GEMMs read them
+    # of an FP8 prefill's weights: each layer's READERS, in order, as their GEMMs read them; of one in BF16 it is 1
+    scales: tuple[Tensor, ...] = ()
     # Where decode's weights keep a checkpoint's codes: float32 [H] of every norm, in order; of the last, whose gain the
     # head holds, ones.
     gains: tuple[Tensor, ...] = ()
@@ -104,6 +107,7 @@ class Llama:
         self.max_rows = max_rows
         self.scaling = scaling
         self.sequences: list[CachedSequence] = []
+        self._short_passes = PrefillGraphs(self._prefill_logits, cache.device)
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
         self._room = 0  # decode steps until a sequence needs a page
@@ -122,7 +126,7 @@ class Llama:
         progress: Callable[[str], None] | None = None,
         batch_invariant: bool = False,
         fp8_scales: Fp8Scales = "frozen",
-        activation_scales: ActivationScales | None = None,
+        recipe: Fp8Recipe | None = None,
     ) -> Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
@@ -134,25 +138,25 @@ class Llama:
         INT4 weights of decode are rounded to nearest as they are loaded, unless the checkpoint is of INT4 codes: those
         stay as they are (``precision`` must have their groups). Prefill keeps a copy of its own type. Other codes are
         dequantised, which ``progress`` hears.
-        An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``activation_scales`` in place of
-        that folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
+        An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
+        folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         """
         folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
         config = load_config(folder)
         check_mode(fp8_scales)
         if precision.prefill == E4M3:
-            if activation_scales is None:
-                activation_scales = read_scales(folder, config)
-            else:
-                activation_scales.check(count_results(config.num_hidden_layers))
-        elif fp8_scales != "frozen" or activation_scales is not None:
+            if recipe is None:
+                recipe = read_recipe(folder, config)
+            recipe.check(config.num_hidden_layers)
+        elif fp8_scales != "frozen" or recipe is not None:
             raise InputError(f"FP8 scales are of an FP8 prefill, and {precision.name} has none: leave them out")
+        bf16 = recipe.bf16 if recipe is not None else frozenset()
         wanted = "cuda" if device is None and kernels is not None else device
         target = ops.device if ops is not None else pick_device(wanted)
         if kernels is not None and (ops is not None or target.type == "cpu"):
             raise InputError(f"kernels ({kernels}) are for a GPU: leave them out, or the request for the reference")
         reference = isinstance(ops, ReferenceOps) if ops is not None else target.type == "cpu"
-        plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference)
+        plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference, bf16=bf16)
         check_memory(config.name, plan, target)
         checkpoint = load_checkpoint(folder, config)
         check_sums(folder)
@@ -161,15 +165,25 @@ class Llama:
             progress(f"{config.name}: {note}")
         if ops is None:
             ops = make_ops(
-                config, precision, target, kernels=kernels, progress=progress, batch_invariant=batch_invariant
+                config,
+                precision,
+                target,
+                kernels=kernels,
+                progress=progress,
+                batch_invariant=batch_invariant,
+                mixed=bool(bf16),
             )
-        kv_dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype)
+        kv_scales = torch.ones(config.num_hidden_layers, 2) if precision.kv == E4M3 else None
+        kv_dtype = DTYPES[precision.kv]
+        if isinstance(ops, ReferenceOps) and (kv_scales is None or ops.dtype == torch.float32):
+            kv_dtype = ops.dtype
+        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
-            weights = load_weights(checkpoint, config, ops, precision)
+            weights = load_weights(checkpoint, config, ops, precision, recipe)
         scaling = None
-        if activation_scales is not None:
-            scaling = Fp8Scaling(activation_scales, weights.scales, mode=fp8_scales)
+        if recipe is not None:
+            most = max(max_rows, CAPTURED_ROWS)  # short passes are padded
+            scaling = Fp8Scaling(recipe.scales, weights.scales, mode=fp8_scales, bf16=bf16, max_rows=most)
         return cls(config, ops, weights, cache, max_rows=max_rows, scaling=scaling)
 
     # The batch of sequences
@@ -242,46 +256,34 @@ class Llama:
         self, prompts: Sequence[Sequence[int]], chunks: Sequence[Chunk], rows: Literal["last", "all"]
     ) -> Tensor:
         """One pass over these chunks; logits of all their rows, or of the rows that end a prompt."""
-        device = self.cache.device
-        sequences = [self.sequences[chunk.index] for chunk in chunks]
-        tokens: list[int] = []
-        positions: list[int] = []
-        owners: list[int] = []
-        offsets, lengths, last = [0], [], []
-        for owner, (chunk, sequence) in enumerate(zip(chunks, sequences, strict=True)):
-            count = chunk.stop - chunk.start
-            tokens += prompts[chunk.index][chunk.start : chunk.stop]
-            positions += range(sequence.length, sequence.length + count)
-            owners += [owner] * count
-            sequence.length += count
-            lengths.append(sequence.length)
-            offsets.append(offsets[-1] + count)
-            if chunk.stop == len(prompts[chunk.index]):
-                last.append(offsets[-1] - 1)
-        block_table = self.cache.block_table(sequences)
-        position = upload(positions, torch.int32, device)
-        rows_of_pass = PrefillPass(
-            positions=position,
-            slots=token_slots(block_table, upload(owners, torch.int64, device), position),
-            block_table=block_table,
-            cu_seqlens_q=upload(offsets, torch.int32, device),
-            seqlens_k=upload(lengths, torch.int32, device),
-            max_seqlen_q=max(chunk.stop - chunk.start for chunk in chunks),
-        )
-        ids, ends = upload(tokens, torch.int32, device), upload(last, torch.int32, device)
+        rows_of_pass = HostPass()
+        for chunk in chunks:
+            prompt = prompts[chunk.index]
+            ends = chunk.stop == len(prompt)
+            rows_of_pass.add(self.sequences[chunk.index], prompt[chunk.start : chunk.stop], ends=ends)
+        shape, device = rows_of_pass.shape, self.cache.device
+        if self.ops.capturable and rows == "last" and shape.ends and shape.rows <= CAPTURED_ROWS:
+            logits = self._short_passes.run(rows_of_pass).clone()
+        else:
+            buffer = rows_of_pass.buffer(shape, pinned=device.type == "cuda").to(device, non_blocking=True)
+            inputs = PassInputs.of(buffer, shape)
+            logits = self._prefill_logits(inputs, inputs.prefill_pass(rows_of_pass.longest), rows)
+        if self.scaling is not None:
+            self.scaling.finish_pass(begins=0 in rows_of_pass.starts)
+        return logits
+
+    def _prefill_logits(
+        self, inputs: PassInputs, rows_of_pass: PrefillPass, rows: Literal["last", "all"] = "last"
+    ) -> Tensor:
         with self.ops.chain():  # opened when all that its kernels may read early is on its way
-            stream = self._forward(ids, rows_of_pass)
+            stream = self._forward(inputs.tokens, rows_of_pass)
             # the head reads the residual, which is BF16 where x is FP8
             x, sumsq = stream.residual, stream.sumsq
             if rows == "last":
-                x, sumsq, _ = self.ops.gather_rows("prefill", x, ends)
+                x, sumsq, _ = self.ops.gather_rows("prefill", x, inputs.ends)
             if len(x):
-                logits = self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
-            else:
-                logits = torch.empty(0, self.config.vocab_size, device=device)
-        if self.scaling is not None:
-            self.scaling.finish_pass(begins=0 in positions)
-        return logits
+                return self.ops.lm_head("prefill", x, sumsq, self.weights.lm_head["prefill"])
+            return torch.empty(0, self.config.vocab_size, device=x.device)
 
     # Decode
 
@@ -408,9 +410,17 @@ class Llama:
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]
-            of_block = BlockGains(*gains[2 * index + 1 : 2 * index + 3]) if gains else UNGAINED
             stream = llama_block(
-                self.ops, layer, stream, rows, self.weights.rope_table, k_pages, v_pages, scales, of_block
+                self.ops,
+                layer,
+                stream,
+                rows,
+                self.weights.rope_table,
+                k_pages,
+                v_pages,
+                scales,
+                self.cache.scale(index),
+                BlockGains(*gains[2 * index + 1 : 2 * index + 3]) if gains else UNGAINED,
             )
         return stream
 
@@ -485,8 +495,9 @@ def make_ops(
     kernels: Path | None = None,
     progress: Callable[[str], None] | None = None,
     batch_invariant: bool = False,
+    mixed: bool = False,
 ) -> Ops:
-    """Generated kernels on a GPU, the reference on the CPU."""
+    """Generated kernels on a GPU, the reference on the CPU; options as in ``load_kernels``."""
     if device.type == "cpu":
         return ReferenceOps(config)
     from futransformer.library import load_kernels  # noqa: PLC0415 - the reference needs neither driver nor kernels
@@ -495,7 +506,9 @@ def make_ops(
         if progress is not None and not event.cached:
             progress(f"compiled kernel {event.done} of {event.total}: {event.record.name}")
 
-    return load_kernels(config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant)
+    return load_kernels(
+        config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant, mixed=mixed
+    )
 
 
 def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, str | None]:
@@ -529,10 +542,12 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     return precision, f"{stored_as.title}: decode keeps the codes, prefill reads them dequantised"
 
 
-def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision) -> LlamaWeights:
+def load_weights(
+    checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision, recipe: Fp8Recipe | None = None
+) -> LlamaWeights:
     """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice.
 
-    ``precision`` is what ``serving`` gave.
+    ``precision`` is what ``serving`` gave; ``recipe`` is of an FP8 prefill.
     """
     keeps_codes = precision.decode == INT4 and checkpoint.groups is not None
     scales: list[Tensor] = []
@@ -544,14 +559,16 @@ def load_weights(checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precisio
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
             decoded: Tensor | Int4Weight = weight
-            name = f"{config.name}: layer {index}, {op}"
             if coded is not None:
                 decoded = getattr(coded, op)
             elif precision.decode == INT4:
+                name = f"{config.name}: layer {index}, {op}"
                 decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
             packed[op] = {"decode": ops.pack(op, "decode", decoded)}
-            if precision.prefill == E4M3:
-                weight, scale = quantize_weight(name, weight, precision.weight_scales)
+            if recipe is not None:
+                scale = torch.ones(1)
+                if recipe.reads_fp8(index, op):
+                    weight, scale = recipe.weight(config.name, index, op, weight, precision)
                 scales.append(ops.pack_scale(op, scale))
             packed[op]["prefill"] = ops.pack(op, "prefill", weight)
         layers.append(LayerWeights(**packed))

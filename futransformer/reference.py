@@ -99,19 +99,24 @@ class ReferenceOps:
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         projected = self._normalised_linear(x, sumsq, weight, scale)
         natural = projected.view(x.shape[0], -1, self.heads.head_dim)
         q_heads, kv_heads = self.heads.num_attention_heads, self.heads.num_key_value_heads
-        rotated = rotate_pairs(natural[:, : q_heads + kv_heads], rope_table[positions.long()]).to(self.dtype)
-        k, v = rotated[:, q_heads:], natural[:, q_heads + kv_heads :].to(self.dtype)
+        rotated = rotate_pairs(natural[:, : q_heads + kv_heads], rope_table[positions.long()])
+        q, k = rotated[:, :q_heads].to(self.dtype), rotated[:, q_heads:]
 
         written = slots >= 0
         page, offset = slots[written] // PAGE_SIZE, slots[written] % PAGE_SIZE
-        k_pages[page, :, offset] = k[written].to(k_pages.dtype)
-        v_pages[page, :, offset] = v[written].to(v_pages.dtype)
-        return rotated[:, :q_heads].reshape(x.shape[0], -1)
+        for part, (rows, pages) in enumerate(((k, k_pages), (natural[:, q_heads + kv_heads :], v_pages))):
+            if kv_scale is None:
+                stored = rows[written].to(self.dtype).to(pages.dtype)
+            else:
+                stored = (rows[written] * (1 / kv_scale[part])).clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype)
+            as_bytes(pages)[page, :, offset] = as_bytes(stored)
+        return q.reshape(x.shape[0], -1)
 
     def attention_prefill(
         self,
@@ -125,14 +130,17 @@ class ReferenceOps:
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros."""
-        attended = torch.empty_like(q, dtype=self.dtype if fp8 is None else torch.float32)
+        """See Ops.attention_prefill. A query that sees no key (fewer keys than queries) gives zeros; one of no
+        sequence, NaN, which a kernel leaves unwritten.
+        """
+        attended = torch.full_like(q, torch.nan, dtype=self.dtype if fp8 is None else torch.float32)
         offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
         for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
             seeing = max(start, stop - length)
             attended[start:seeing] = 0
-            k, v = (self._gather_pages(pages, block_table[sequence], length) for pages in (k_pages, v_pages))
+            k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[sequence], length)
             for first in range(seeing, stop, QUERY_BLOCK):
                 last = min(first + QUERY_BLOCK, stop)
                 visible = length - (stop - last)
@@ -150,6 +158,7 @@ class ReferenceOps:
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_decode."""
         out = torch.empty_like(q, dtype=self.dtype) if out is None else out
@@ -157,7 +166,7 @@ class ReferenceOps:
             if length == 0:
                 out[row] = 0
                 continue
-            k, v = (self._gather_pages(pages, block_table[row], length) for pages in (k_pages, v_pages))
+            k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[row], length)
             out[row] = self._attend(q[row : row + 1], k, v)[0].to(self.dtype)
         return out
 
@@ -246,10 +255,16 @@ class ReferenceOps:
         codes = quantize_fp8(values, fp8)
         return codes if self.dtype == torch.float32 else codes.to(torch.float8_e4m3fn)
 
-    def _gather_pages(self, pages: Tensor, block_row: Tensor, length: int) -> Tensor:
-        """The first ``length`` tokens of one sequence, [kv heads, length, D] float32; unused slots are never read."""
+    def _gather_pages(
+        self, k_pages: Tensor, v_pages: Tensor, kv_scale: Tensor | None, block_row: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of the first ``length`` tokens of one sequence, [kv heads, length, D] float32; no other is read."""
         used = block_row[: -(-length // PAGE_SIZE)].long()
-        return pages[used].transpose(0, 1).flatten(1, 2)[:, :length].float()
+        k, v = (
+            as_bytes(pages)[used].view(pages.dtype).transpose(0, 1).flatten(1, 2)[:, :length].float()
+            for pages in (k_pages, v_pages)
+        )
+        return (k, v) if kv_scale is None else (k * kv_scale[0], v * kv_scale[1])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries [Q, heads * D] over k and v [kv heads, length, D]; float32."""
@@ -268,6 +283,11 @@ class ReferenceOps:
 def with_gain(x: Tensor, gain: Tensor | None) -> Tensor:
     """What the next GEMM reads of the residual stream before it is rounded: its columns times the gain, if given."""
     return x if gain is None else x.float() * gain
+
+
+def as_bytes(codes: Tensor) -> Tensor:
+    """FP8 codes as bytes, which PyTorch can index; anything else as it is."""
+    return codes.view(torch.uint8) if codes.element_size() == 1 else codes
 
 
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from .config import LlamaConfig
+from .errors import UnsupportedError
 from .heuristics import (
     attention_decode_spec,
     attention_prefill_spec,
@@ -36,6 +38,9 @@ class Plan:
     decode: dict[str, dict[int, DecodeGemmSpec]]
     attention_decode: AttentionDecodeSpec
     argmax: ArgmaxSpec
+    # of an FP8 prefill, for the parts of layers that stay in BF16
+    prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
+    attention_prefill_bf16: AttentionPrefillSpec | None = None
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All kernels once, in the order in which a model meets them."""
@@ -46,6 +51,8 @@ class Plan:
             *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
             self.attention_decode,
             self.argmax,
+            *(spec for by_rows in self.prefill_bf16.values() for spec in by_rows.values()),
+            *([] if self.attention_prefill_bf16 is None else [self.attention_prefill_bf16]),
         )
         return tuple(dict.fromkeys(specs))  # one kernel may serve several numbers of rows
 
@@ -62,10 +69,13 @@ def projections(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None) -> Plan:
+def make_plan(
+    config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None, *, mixed: bool = False
+) -> Plan:
     """Choose every kernel, by a card's measured schedules first (default: the shipped table's).
 
-    UnsupportedError says what cannot be served and what can.
+    ``mixed``: of an FP8 prefill, also those for parts of layers that stay in BF16. UnsupportedError says what cannot be
+    served and what can.
     """
     row = get_precision(precision)
     heads = config.heads
@@ -76,9 +86,16 @@ def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTa
     }
     if row.prefill == E4M3:
         gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)
+    elif mixed:
+        raise UnsupportedError(f"{row.name} reads prompts in BF16 throughout: leave mixed out")
+    plain = replace(get_precision("bf16"), kv=row.kv)
+
+    def prefill(precision: Precision, ops: Iterable[str]) -> dict[str, dict[int, GemmSpec]]:
+        return {op: gemm_specs(op, *shapes[op], precision, heads if op == "qkv" else None, table) for op in ops}
+
     return Plan(
         gather_rows=gather_rows,
-        prefill={op: gemm_specs(op, n, k, row, heads if op == "qkv" else None, table) for op, (n, k) in shapes.items()},
+        prefill=prefill(row, shapes),
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
             op: {
@@ -89,11 +106,13 @@ def make_plan(config: LlamaConfig, precision: str | Precision, table: ScheduleTa
         },
         attention_decode=attention_decode_spec(heads, row),
         argmax=ArgmaxSpec(config.vocab_size),
+        prefill_bf16=prefill(plain, [op for op in shapes if op != "lm_head"]) if mixed else {},
+        attention_prefill_bf16=attention_prefill_spec(heads, plain) if mixed else None,
     )
 
 
 def kernel_specs(
-    config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None
+    config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None, *, mixed: bool = False
 ) -> tuple[KernelSpec, ...]:
-    """Every kernel of a model and precision, in a stable order, each name once."""
-    return make_plan(config, precision, table).specs()
+    """Every kernel of a model and precision, in a stable order, each name once; ``mixed`` as in ``make_plan``."""
+    return make_plan(config, precision, table, mixed=mixed).specs()

@@ -70,7 +70,10 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": Precision("bf16", prefill=BF16, decode=BF16, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
     # FP8 where a prompt is read, BF16 where tokens are generated.
     "fp8": Precision("fp8", prefill=E4M3, decode=BF16, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
-    # The same, slower by a fifth: its sums lose no more than float32's do, and every output channel has a scale.
+    # The same two over a KV cache of half the bytes (docs/notebook/kv_cache.md).
+    "bf16-kv8": Precision("bf16-kv8", prefill=BF16, decode=BF16, kv=E4M3, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+    "fp8-kv8": Precision("fp8-kv8", prefill=E4M3, decode=BF16, kv=E4M3, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+    # FP8 prefill, slower by a fifth: its sums lose no more than float32's do, and every output channel has a scale.
     "fp8-promoted": Precision(
         "fp8-promoted",
         prefill=E4M3,

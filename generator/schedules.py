@@ -152,12 +152,21 @@ def schedule_of(spec: GemmSpec) -> Schedule:
 def spec_of(place: Place, schedule: Schedule, heads: Heads | None, precision: Precision | None = None) -> GemmSpec:
     """The kernel of a row; UnsupportedError when there is no such kernel.
 
-    ``precision`` says how an FP8 kernel scales and sums; by default one scale a tensor, summed fast.
+    ``precision`` says how an FP8 kernel scales and sums, and what qkv writes to the pages; by default one scale a
+    tensor, summed fast, and BF16.
     """
     plain = GemmSpec(place.op, _ELEMENTS[place.element], place.n, place.k, **schedule, heads=heads)
-    if precision is None or plain.element == BF16:
+    if precision is None:
+        return plain
+    plain = replace(plain, kv=written_kv(place.op, precision))
+    if plain.element == BF16:
         return plain
     return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
+
+
+def written_kv(op: str, precision: Precision) -> Element:
+    """What a projection's kernel writes to the pages; all but qkv write none."""
+    return precision.kv if op == "qkv" else BF16
 
 
 @lru_cache(maxsize=1)

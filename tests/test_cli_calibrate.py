@@ -60,6 +60,52 @@ def test_calibrate_writes_where_its_scales_come_from(tiny_base_model: Path, tmp_
     assert all((scales[name] == again[name]).all() for name in ("scale", "amax"))
 
 
+def test_layers_that_stay_in_bf16_are_said_wherever_the_model_is_used(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "-o", out, "--reference", "--context", 64, "--samples", 1)
+    assert "'2' is none of the parts of 2 layers" in failure(capsys, *command, "--bf16-layers", "1,2")
+    succeed(*command, "--bf16-layers", "0.mlp,1")
+    assert capsys.readouterr().out.endswith(", layers in BF16: 0.mlp, 1\n")
+    assert json.loads((out / "futransformer.json").read_text())["bf16_layers"] == "0.mlp, 1"
+    common = (out, "--reference", "--precision", "fp8", "--json")
+    for use in (("perplexity", "--context", 64, "--windows", 1), ("run", "--prompt", "Hello", "--max-new-tokens", 1)):
+        succeed(use[0], *common, *use[1:])
+        assert json.loads(capsys.readouterr().out)["bf16_layers"] == "0.mlp, 1"
+
+
+def test_layers_that_stay_in_bf16_are_chosen(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "-o", out, "--reference", "--context", 64, "--samples", 2)
+    assert "auto:3: give auto:N with N above 0" in failure(capsys, *command, "--bf16-layers", "auto:3")
+    succeed(*command, "--bf16-layers", "auto:0.5", "--json")
+    captured = capsys.readouterr()
+    assert "layer 1, mlp: " in captured.err
+    report = json.loads(captured.out)
+    assert report["bf16_layers"]
+    assert f"in BF16: {report['bf16_layers']}\n" in captured.err
+    said = json.loads((out / "futransformer.json").read_text())
+    assert said["bf16_layers"] == report["bf16_layers"]
+    assert len(said["fp8_scales"]["effects"]) == 4
+
+
+def test_weights_by_gptq_are_kept_and_read(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
+    nearest, out = tmp_path / "nearest", tmp_path / "out"
+    command = ("calibrate", tiny_base_model, "--reference", "--context", 64, "--samples", 4, "-o")
+    succeed(*command, nearest)
+    succeed(*command, out, "--weights", "gptq")
+    assert "rounded the weights of layer 1, down\n" in capsys.readouterr().err
+    described = [json.loads((folder / "futransformer.json").read_text()) for folder in (nearest, out)]
+    assert [said["fp8_scales"]["weights"] for said in described] == ["rtn", "gptq"]
+    assert [said["fp8_weights"] is None for said in described] == [True, False]
+    perplexities = []
+    for folder in (nearest, out):
+        succeed("perplexity", folder, "--reference", "--context", 64, "--windows", 2, "--precision", "fp8", "--json")
+        perplexities.append(json.loads(capsys.readouterr().out)["perplexity"])
+    assert perplexities[0] != perplexities[1]
+
+
 def test_the_default_text_is_our_page(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     page = (resources.files("futransformer") / "data" / "sample.txt").read_bytes()
     out = tmp_path / "out"

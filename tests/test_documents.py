@@ -204,6 +204,19 @@ def test_the_table_of_memory_is_what_the_plan_counts() -> None:
         assert (total, cache) == (f"{plan.total / 2**30:.1f}", f"{plan.kv_cache / 2**30:.1f}"), name
 
 
+def test_the_table_of_memory_by_precision_is_what_the_plan_counts() -> None:
+    page = (ROOT / "docs/models.md").read_text()
+    precisions = ("fp8", "int4", "fp8-int4")
+    table = page.split(f"| model | {' | '.join(precisions)} |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 2
+    for name, *totals in rows:
+        for precision, total in zip(precisions, totals, strict=True):
+            row = get_precision(precision)
+            plan = plan_memory(load_config(name), row, cache_tokens=CACHE_TOKENS, rows=MAX_ROWS)
+            assert total == f"{plan.total / 2**30:.1f}", (name, precision)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))

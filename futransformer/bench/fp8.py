@@ -14,9 +14,11 @@ from torch import Tensor
 
 from futransformer.bench.llama import NaturalBlock, logical
 from futransformer.blocks import BlockScales, LayerWeights, Packed
+from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.precision import E4M3_MAX, Granularity, Precision
+from futransformer.generator.precision import Granularity, Precision
 from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.quantize import fp8 as quantize
 from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
 from futransformer.quantize.int4 import Int4Weight
 from futransformer.reference import ReferenceOps
@@ -24,7 +26,7 @@ from futransformer.reference import ReferenceOps
 
 def scale_of(values: Tensor, room: float = 1.0) -> Tensor:
     """Float32 [1]: the scale at which the largest value, ``room`` times, is the largest code."""
-    return values.abs().amax().float().view(1) * (room / E4M3_MAX)
+    return quantize.scale_of(room * values.abs().amax().float()).view(1)
 
 
 def fp8_output(scale: Tensor) -> Fp8Output:
@@ -50,12 +52,6 @@ class LayerResults:
     def unscaled(cls, device: torch.device) -> LayerResults:
         """For a call that is to find the largest values."""
         return cls(*(unscaled_output(device) for _ in range(4)))
-
-    def scaled(self) -> LayerResults:
-        """At scales for what was recorded."""
-        return LayerResults(
-            *(fp8_output(scale_of(result.amax)) for result in (self.attended, self.middle, self.h, self.end))
-        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,10 @@ class Fp8Layer:
             gate_up=pack("gate_up", self.gate_up),
             down=pack("down", self.down),
         )
+
+    def weight_scales(self, ops: Ops) -> list[Tensor]:
+        """Of ``READERS``, as ``ops`` reads them."""
+        return [ops.pack_scale(op, getattr(self, op).scale) for op in READERS]
 
     def scales(self, ops: Ops, x_scale: Tensor, results: LayerResults) -> BlockScales:
         """Of a layer whose x is read at ``x_scale`` and whose results are written at theirs."""

@@ -69,6 +69,14 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument(
         "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
     )
+    bench.add_argument(
+        "--recipe",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="accuracy of fp8: rtn or gptq, and after a + what stays in BF16, as in gptq+auto:4; several are measured "
+        "one after another, the last in full (default: rtn)",
+    )
     bench.set_defaults(handler=_bench)
 
 
@@ -128,7 +136,8 @@ def _accuracy(args: argparse.Namespace) -> int:
         rows = accuracy_int4.rows(model, text, precision.name, args.kernels)
     elif precision.name == "fp8":
         _, calibration = read_text(args.calibration)
-        rows = accuracy_fp8.rows(model, text, calibration, args.kernels)
+        recipes = list(dict.fromkeys(args.recipe)) or [accuracy_fp8.NEAREST]
+        rows = accuracy_fp8.rows(model, text, calibration, args.kernels, recipes)
     else:
         rows = accuracy.rows(model, text, args.kernels)
     content = results.document(ACCURACY, where, rows, precision=precision.name)

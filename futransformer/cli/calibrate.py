@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from futransformer.cli.model import FP8_PRECISIONS, add_model, check_window, load, model_folder, read_text, say
 
 if TYPE_CHECKING:
+    from futransformer.model import Llama
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -37,45 +39,64 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--precision", choices=FP8_PRECISIONS, default=default, help=f"what to calibrate for (default: {default})"
     )
+    add_method(parser)
     parser.set_defaults(handler=_calibrate, fp8_scales=None)
 
 
+def add_method(parser: argparse.ArgumentParser) -> None:
+    """Add what decides how accurate an FP8 prefill is, beside the text."""
+    parser.add_argument(
+        "--bf16-layers",
+        metavar="PARTS",
+        help="layers that stay in BF16, or parts of them: 0,1.attention,29.mlp; or auto:N, those parts that cost most "
+        "accuracy, in all as large as N layers",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("rtn", "gptq"),
+        default="rtn",
+        help="how FP8 weights are rounded: each to nearest when the model is loaded, or by GPTQ, for the text, now "
+        "(default: rtn)",
+    )
+
+
 def _calibrate(args: argparse.Namespace) -> int:
-    from futransformer.fp8_scaling import ActivationScales  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.checkpoint import load_checkpoint  # noqa: PLC0415 - see futransformer.cli
     from futransformer.generator.config import load_config  # noqa: PLC0415
     from futransformer.generator.precision import get_precision  # noqa: PLC0415
-    from futransformer.quantize.calibrate import RULE, calibrate, choose_windows  # noqa: PLC0415
+    from futransformer.layer_parts import format_parts  # noqa: PLC0415
+    from futransformer.quantize.calibrate import choose_windows  # noqa: PLC0415
     from futransformer.quantize.folder import check_output, write_folder  # noqa: PLC0415
+    from futransformer.quantize.make import Method, make_recipe, parse_bf16  # noqa: PLC0415
+    from futransformer.quantize.recipe import Fp8Recipe  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
     text_name, text = read_text(args.text)
     folder = model_folder(args.model)
     check_output(folder, args.output, force=args.force)
+    config, precision = load_config(folder), get_precision(args.precision)
+    bf16 = parse_bf16(args.bf16_layers, config.num_hidden_layers)
+    method = Method(bf16, args.weights, args.context, args.samples)
     tokens = Tokenizer(folder).encode(text)
     windows = choose_windows(tokens, args.context, args.samples)
     window = len(windows[0])
     check_window(folder, window)
     if len(windows) < args.samples or window < args.context:
         say(f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for")
-    unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
-    model = load(args, folder, window, unknown)
 
-    def show(done: int, total: int) -> None:
-        say(f"{done} of {total} readings")
+    def load_with(recipe: Fp8Recipe, cache_tokens: int, max_rows: int) -> Llama:
+        return load(args, folder, cache_tokens, recipe, max_rows)
 
-    result = calibrate(model, tokens, context=args.context, samples=args.samples, progress=show)
-    calibration = {
-        "rule": RULE,
-        "text": Path(text_name).name,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "windows": result.windows,
-        "context": result.context,
-        "backend": model.ops.describe(),
-        "saturated": result.saturated,
-    }
-    write_folder(folder, args.output, result.scales, get_precision(args.precision), calibration, force=args.force)
+    made = make_recipe(load_with, load_checkpoint(folder, config), config, precision, tokens, method, say)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    calibration = {"text": Path(text_name).name, "text_sha256": digest, **made.described()}
+    recipe = made.calibration.recipe
+    write_folder(folder, args.output, recipe, precision, calibration, force=args.force)
+    plain = format_parts(recipe.bf16)
     if args.json:
-        print(json.dumps({"model": model.config.name, "output": str(args.output), **calibration}, indent=2))
+        report = {"model": config.name, "output": str(args.output), "bf16_layers": plain, **calibration}
+        print(json.dumps(report, indent=2))
     else:
-        print(f"{args.output}: {model.config.name} with FP8 scales of {result.windows} x {result.context} tokens")
+        beside = f", layers in BF16: {plain}" if plain else ""
+        print(f"{args.output}: {config.name} with FP8 scales of {len(windows)} x {window} tokens{beside}")
     return 0

@@ -78,6 +78,11 @@ def add_parsers(subparsers: Subparsers) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
     parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="of an FP8 prefill, also the kernels for layers that a calibration left in BF16",
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -199,7 +204,7 @@ def _plan(
     args: argparse.Namespace, settings: BuildSettings
 ) -> tuple[LlamaConfig, ScheduleTable, tuple[KernelSpec, ...]]:
     config, table = load_config(args.config), schedule_table(settings)
-    return config, table, kernel_specs(config, args.precision, table)
+    return config, table, kernel_specs(config, args.precision, table, mixed=args.mixed)
 
 
 def _row(spec: KernelSpec, record: KernelRecord) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import BF16, E4M3, INT4, PRECISION_NAMES, PRECISIONS, get_precision
 
 if TYPE_CHECKING:
-    from futransformer.fp8_scaling import ActivationScales
     from futransformer.model import Llama
+    from futransformer.quantize.recipe import Fp8Recipe
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -180,7 +180,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     if args.nll is not None:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
-    plain = getattr(precision, through) == BF16 and precision.name != BF16.name
+    plain = getattr(precision, through) == BF16 and not precision.name.startswith(BF16.name)
     report: dict[str, Any] = {
         **_what_computed(model, args.precision),
         **({through: BF16.name} if plain else {}),  # the precision's name speaks of the other phase
@@ -212,8 +212,14 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 def _what_computed(model: Llama, precision: str) -> dict[str, str]:
     """What a report begins with."""
-    scales = {} if model.scaling is None else {"fp8_scales": model.scaling.mode}
-    return {"model": model.config.name, "precision": precision, **scales, "backend": model.ops.describe()}
+    from futransformer.layer_parts import format_parts  # noqa: PLC0415 - see futransformer.cli
+
+    report = {"model": model.config.name, "precision": precision}
+    if model.scaling is not None:
+        report["fp8_scales"] = model.scaling.mode
+        if model.scaling.bf16:
+            report["bf16_layers"] = format_parts(model.scaling.bf16)
+    return {**report, "backend": model.ops.describe()}
 
 
 def _saturated(model: Llama) -> dict[str, dict[str, int]]:
@@ -255,11 +261,15 @@ def check_window(folder: Path, tokens: int) -> None:
 
 
 def load(
-    args: argparse.Namespace, folder: Path, cache_tokens: int, activation_scales: ActivationScales | None = None
+    args: argparse.Namespace,
+    folder: Path,
+    cache_tokens: int,
+    recipe: Fp8Recipe | None = None,
+    max_rows: int | None = None,
 ) -> Llama:
-    """Load the model and say what computes."""
+    """Load the model and say what computes; ``max_rows`` of a pass, if there is a reason for another number."""
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
-    from futransformer.model import Llama  # noqa: PLC0415
+    from futransformer.model import MAX_ROWS, Llama  # noqa: PLC0415
 
     if args.fp8_scales is not None and get_precision(args.precision).prefill != E4M3:
         raise InputError(f"--fp8-scales is of FP8: add --precision {FP8_PRECISIONS[0]}, or leave it out")
@@ -275,7 +285,8 @@ def load(
         kernels=args.kernels,
         progress=say,
         fp8_scales=args.fp8_scales or "frozen",
-        activation_scales=activation_scales,
+        recipe=recipe,
+        max_rows=max_rows or MAX_ROWS,
     )
     say(f"{model.config.name} on: {model.ops.describe()}")
     return model

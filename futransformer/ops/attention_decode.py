@@ -10,8 +10,9 @@ from torch import Tensor
 from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec
+from futransformer.ops.pages import check_pages, page_boxes
 from futransformer.ops.validate import check_aligned, check_tensor
-from futransformer.tma import TensorMap, tensor_map_2d
+from futransformer.tma import tensor_map_2d
 
 # What a block costs beside its pages (first loads, merging its warps, combining the splits), in pages. An estimate: the
 # first page arrives some 2 us after a block's start; a page of an 8B model is about 1 us of a block's share of memory.
@@ -22,7 +23,6 @@ BLOCK_OVERHEAD_PAGES = 2
 INVARIANT_PAGES_PER_SPLIT = 2
 
 MAX_SEQUENCES = 65_535  # the grid's third dimension
-_BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
 
 
 @lru_cache(maxsize=4096)
@@ -108,6 +108,7 @@ class AttentionDecode:
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
         pages_per_split: int | None = None,
     ) -> Tensor:
         """See Ops.attention_decode. With a fixed ``pages_per_split`` a row's bits do not depend on its batch.
@@ -118,9 +119,7 @@ class AttentionDecode:
         op, heads, device = "attention_decode", self.spec.heads, self.kernel.device
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
         sequences = q.shape[0]
-        pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        check_tensor(op, "k_pages", k_pages, pages_shape, torch.bfloat16, device)
-        check_tensor(op, "v_pages", v_pages, tuple(k_pages.shape), torch.bfloat16, device)
+        scaled = check_pages(op, self.spec.element, heads, k_pages, v_pages, kv_scale, device)
         check_tensor(op, "block_table", block_table, (sequences, None), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
         if out is None:
@@ -159,8 +158,8 @@ class AttentionDecode:
         self.kernel.launch(
             (splits, heads.num_key_value_heads, sequences),
             q=q,
-            k_pages=self._tensor_map(k_pages),
-            v_pages=self._tensor_map(v_pages),
+            k_pages=tensor_map_2d(*page_boxes(k_pages)),
+            v_pages=tensor_map_2d(*page_boxes(v_pages)),
             out=out,
             block_table=block_table,
             block_table_stride=block_table.shape[1],
@@ -170,8 +169,6 @@ class AttentionDecode:
             partial_out=self.workspace.out,
             partial_max_sum=self.workspace.max_sum,
             arrivals=self.workspace.arrivals,
+            **scaled,
         )
         return out
-
-    def _tensor_map(self, pages: Tensor) -> TensorMap:
-        return tensor_map_2d(pages.view(-1, self.spec.heads.head_dim), PAGE_SIZE, _BOX_COLUMNS)

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
-from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec
+from futransformer.generator.specs import AttentionPrefillSpec
 from futransformer.ops.interface import Fp8Output
+from futransformer.ops.pages import check_pages, page_boxes
 from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments
 from futransformer.tma import tensor_map_2d
 
-_BOX_COLUMNS = 64  # features of one TMA box: the width of the 128-byte swizzle
+_BOX_COLUMNS = 64  # features of Q of one TMA box: the width of the 128-byte swizzle
 
 
 class AttentionPrefill:
@@ -36,6 +37,7 @@ class AttentionPrefill:
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_prefill. ``max_seqlen_q`` only sizes the grid, which need not exceed the work.
 
@@ -44,9 +46,7 @@ class AttentionPrefill:
         """
         op, heads, device = "attention_prefill", self.spec.heads, self.kernel.device
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
-        pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        check_tensor(op, "k_pages", k_pages, pages_shape, torch.bfloat16, device)
-        check_tensor(op, "v_pages", v_pages, tuple(k_pages.shape), torch.bfloat16, device)
+        scaled = check_pages(op, self.spec.element, heads, k_pages, v_pages, kv_scale, device)
         check_tensor(op, "block_table", block_table, (None, None), torch.int32, device)
         sequences = block_table.shape[0]
         check_tensor(op, "cu_seqlens_q", cu_seqlens_q, (sequences + 1,), torch.int32, device)
@@ -75,8 +75,8 @@ class AttentionPrefill:
         self.kernel.launch(
             (blocks, 1, 1),
             q=tensor_map_2d(q, self.spec.tile_m, _BOX_COLUMNS),
-            k_pages=tensor_map_2d(k_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
-            v_pages=tensor_map_2d(v_pages.view(-1, heads.head_dim), PAGE_SIZE, _BOX_COLUMNS),
+            k_pages=tensor_map_2d(*page_boxes(k_pages)),
+            v_pages=tensor_map_2d(*page_boxes(v_pages)),
             **written,
             block_table=block_table,
             block_table_stride=block_table.shape[1],
@@ -85,5 +85,6 @@ class AttentionPrefill:
             sequences=sequences,
             tickets=self._tickets,
             softmax_scale=heads.head_dim**-0.5,
+            **scaled,
         )
         return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
+from futransformer.generator.precision import Element
 from futransformer.generator.specs import DecodeGemmSpec
 from futransformer.ops.validate import DTYPES, check_vector_arguments
 from futransformer.tma import tensor_map_column_groups
@@ -51,6 +52,11 @@ class DecodeGemm:
     def weight_type(self) -> torch.dtype:
         """See ProjectionGemm.weight_type."""
         return DTYPES[self._choose(1)[1].element]
+
+    @property
+    def kv(self) -> Element:
+        """See ProjectionGemm.kv."""
+        return self._choose(1)[1].kv
 
     @property
     def scales(self) -> int:

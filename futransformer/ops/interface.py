@@ -44,13 +44,16 @@ class Ops(Protocol):
     weight: float32 [1], or [N] where every row of the weight has its own; and ``fp8``
     says how the result that the next GEMM reads is written. In BF16 both are None.
 
+    Where pages hold E4M3 codes, ``kv_scale`` float32 [2] is what a code of K and a code of V is worth, else None: qkv
+    writes K / kv_scale[0] and V / kv_scale[1], rounded to nearest even, saturated at 448.
+
     Where decode's weights keep the codes of a checkpoint (Precision.gain_in_x), ``gain`` is float32 [H], that of the
     norm before whatever reads the stream next: x is the residual times it, rounded. Elsewhere it is None, and the gain
     lies in the next weight.
     """
 
     device: torch.device
-    capturable: bool  # whether decode operations may be captured in a CUDA graph
+    capturable: bool  # whether operations may be captured in a CUDA graph
 
     def describe(self) -> str:
         """Say in one line what computes: the card and its kernels, or the CPU reference."""
@@ -97,6 +100,7 @@ class Ops(Protocol):
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
         ...
@@ -113,6 +117,7 @@ class Ops(Protocol):
         max_seqlen_q: int,
         out: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's queries (its last rows) over its pages; [T, heads * head_dim]."""
         ...
@@ -127,6 +132,7 @@ class Ops(Protocol):
         *,
         max_seqlen_k: int,
         out: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...

@@ -13,8 +13,10 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import InputError
-from futransformer.generator.specs import PAGE_SIZE, Heads
+from futransformer.generator.precision import Element
+from futransformer.generator.specs import Heads
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
+from futransformer.ops.pages import check_pages
 from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments, gain_argument
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -42,6 +44,11 @@ class ProjectionGemm(Protocol):
         ...
 
     @property
+    def kv(self) -> Element:
+        """What qkv writes to the pages."""
+        ...
+
+    @property
     def scales(self) -> int:
         """Scales of its sums: 1, one for each row of the packed weight, or 0 where the operands are not scaled."""
         ...
@@ -57,7 +64,10 @@ class ProjectionGemm(Protocol):
 
 
 class Projections:
-    """qkv, o, gate_up, down and lm_head of one model in both phases; ``gemms`` is keyed by (phase, projection)."""
+    """qkv, o, gate_up, down and lm_head of one model in both phases; ``gemms`` is keyed by (phase, projection).
+
+    ``bf16`` are of a prefill whose ``gemms`` read FP8, for parts of layers that do not: the type of x chooses.
+    """
 
     def __init__(
         self,
@@ -65,18 +75,25 @@ class Projections:
         heads: Heads,
         gemms: dict[tuple[Phase, Projection], ProjectionGemm],
         device: torch.device,
+        bf16: dict[Projection, ProjectionGemm] | None = None,
     ) -> None:
         self.config = config
         self.heads = heads
         self.gemms = gemms
+        self.bf16 = bf16 or {}
         self.device = device
+
+    def gemm(self, phase: Phase, op: Projection, operand: torch.dtype | None) -> ProjectionGemm:
+        """The one that reads this type, or that of the phase, which will refuse it."""
+        beside = phase == "prefill" and operand != E4M3 and op in self.bf16
+        return self.bf16[op] if beside else self.gemms[phase, op]
 
     def _checked(
         self, phase: Phase, op: Projection, x: Tensor, k: int, weight: Tensor, scale: Tensor | None
     ) -> tuple[ProjectionGemm, dict[str, Argument]]:
         """The GEMM, and the argument that scales its sums, if its operands are scaled."""
         check_phase(op, phase)
-        gemm = self.gemms[phase, op]
+        gemm = self.gemm(phase, op, getattr(x, "dtype", None))
         check_tensor(op, "x", x, (None, k), gemm.operand, self.device)
         check_tensor(op, "weight", weight, gemm.weight_shape(), gemm.weight_type, self.device)
         if (scale is None) != (gemm.scales == 0):
@@ -112,6 +129,7 @@ class Projections:
         v_pages: Tensor,
         *,
         scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         gemm, scaled = self._checked(phase, "qkv", x, self.config.hidden_size, weight, scale)
@@ -120,9 +138,7 @@ class Projections:
         check_tensor("qkv", "rope_table", rope_table, (None, heads.head_dim // 2, 2), FP32, self.device)
         check_tensor("qkv", "positions", positions, (rows,), torch.int32, self.device)
         check_tensor("qkv", "slots", slots, (rows,), torch.int64, self.device)
-        pages_shape = (None, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        check_tensor("qkv", "k_pages", k_pages, pages_shape, BF16, self.device)
-        check_tensor("qkv", "v_pages", v_pages, tuple(k_pages.shape), BF16, self.device)
+        of_pages = check_pages("qkv", gemm.kv, heads, k_pages, v_pages, kv_scale, self.device)
         q = self._empty(rows, heads.q_features, BF16)
         if rows:
             gemm.launch(
@@ -136,6 +152,7 @@ class Projections:
                 k_pages=k_pages,
                 v_pages=v_pages,
                 slots=slots,
+                **of_pages,
             )
         return q
 

@@ -1,4 +1,4 @@
-"""The scales of an FP8 prefill, from a text: the largest magnitude of every FP8 result, and room above it.
+"""The recipe of an FP8 prefill, from a text: the scales of what is written in FP8, and weights by GPTQ if asked for.
 
 The text is read by the FP8 operations themselves, on kernels as on the reference, so nothing else needs to be built.
 They record magnitudes before these saturate; but a result that saturates, or whose scale is far too coarse, falsifies
@@ -16,25 +16,34 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from futransformer.checkpoint import Checkpoint
 from futransformer.fp8_scaling import HEADROOM, ActivationScales, Fp8Scaling, result_name
 from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.precision import Granularity
 from futransformer.model import Llama, check_numbers
 from futransformer.ops.interface import Fp8Output, Ops
 from futransformer.perplexity import split_windows
+from futransformer.quantize.recipe import Fp8Recipe, WeightCodes
+from futransformer.quantize.sequential import SequentialOps
 
 RULE = f"scale = {HEADROOM} x amax / 448, amax the largest magnitude of the calibration text"
 
-Progress = Callable[[int, int], object]
+Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scales, and how they came about."""
+    """A recipe, and how it came about."""
 
-    scales: ActivationScales
+    recipe: Fp8Recipe
     windows: int
     context: int
-    saturated: int  # values in the second reading
+    saturated: int  # values in the last reading
+
+    @property
+    def scales(self) -> ActivationScales:
+        """Of the recipe."""
+        return self.recipe.scales
 
 
 def choose_windows(tokens: Sequence[int], context: int, samples: int) -> list[Sequence[int]]:
@@ -52,11 +61,13 @@ def calibrate(
     *,
     context: int = 1024,
     samples: int = 8,
-    progress: Progress = lambda done, of: None,
+    progress: Progress = lambda line: None,
+    gptq: tuple[Checkpoint, Granularity] | None = None,
 ) -> Calibration:
-    """Find the scales for a text and leave the model with them. What scales it had before does not matter.
+    """Find the recipe for a text and leave the model with it. What scales it had before does not matter.
 
-    ``progress`` hears of every reading of a window, and of how many there are: two each.
+    ``gptq``: round the FP8 weights by GPTQ, from the checkpoint's, with scales of this granularity; the model must then
+    take all windows in one pass. ``progress`` hears a line now and then.
     """
     scaling = model.scaling
     if scaling is None:
@@ -65,26 +76,59 @@ def calibrate(
     ops, mode = model.ops, scaling.mode
     scaling.mode = "frozen"
     scaling.use(ActivationScales.unknown(model.config.num_hidden_layers))
-    model.ops = cast("Ops", _LearningOps(ops, scaling))
+    weights: WeightCodes = {}
     try:
-        first = _read(model, scaling, windows, progress, 0)
+        model.ops = cast("Ops", LearningOps(ops, scaling))
+        if gptq is None:
+            first = _read(model, scaling, windows, progress, 0, 2 * len(windows))
+        else:
+            first, weights = _read_by_gptq(model, scaling, windows, progress, *gptq)
         model.ops = ops
         scaling.use(ActivationScales.from_amax(first))
-        second = _read(model, scaling, windows, progress, len(windows))
+        second = _read(model, scaling, windows, progress, len(windows), 2 * len(windows))
     finally:
         model.ops, scaling.mode = ops, mode
     saturated = sum(scaling.saturated().values())
     scales = ActivationScales.from_amax(torch.maximum(first, second))
     scaling.use(scales)
-    return Calibration(scales, len(windows), len(windows[0]), saturated)
+    return Calibration(Fp8Recipe(scales, scaling.bf16, weights), len(windows), len(windows[0]), saturated)
 
 
-def _read(model: Llama, scaling: Fp8Scaling, windows: Sequence[Sequence[int]], progress: Progress, read: int) -> Tensor:
-    """Read each window by itself, after ``read`` readings of one; the largest magnitudes of all of them."""
-    for done, window in enumerate(windows, read + 1):
+def _read(
+    model: Llama, scaling: Fp8Scaling, windows: Sequence[Sequence[int]], progress: Progress, before: int, total: int
+) -> Tensor:
+    """Read each window by itself, ``before`` others having been read; the largest magnitudes of all of them."""
+    for done, window in enumerate(windows, before + 1):
         check_numbers(model.config.name, model.prefill([window]))
-        progress(done, 2 * len(windows))
+        progress(f"{done} of {total} readings")
     model.keep([])
+    return _largest(model, scaling)
+
+
+def _read_by_gptq(
+    model: Llama,
+    scaling: Fp8Scaling,
+    windows: Sequence[Sequence[int]],
+    progress: Progress,
+    checkpoint: Checkpoint,
+    granularity: Granularity,
+) -> tuple[Tensor, WeightCodes]:
+    """Read all windows in one pass, in which every FP8 weight is rounded; the largest magnitudes, and the weights."""
+    rows = sum(map(len, windows))
+    if rows > model.max_rows:
+        raise InputError(
+            f"GPTQ reads all windows in one pass: {rows} tokens, and this model takes at most {model.max_rows} "
+            "(max_rows): load it with as many, or take fewer or shorter windows"
+        )
+    sequential = SequentialOps(model.ops, model, checkpoint, granularity, progress)
+    model.ops = cast("Ops", sequential)
+    check_numbers(model.config.name, model.prefill(windows))
+    model.keep([])
+    return _largest(model, scaling), sequential.weights
+
+
+def _largest(model: Llama, scaling: Fp8Scaling) -> Tensor:
+    """The largest magnitudes so far; CheckpointError if one is not finite."""
     amax = scaling.largest()
     if not amax.isfinite().all():
         place = result_name(int((~amax.isfinite()).nonzero()[0]), len(amax))
@@ -94,8 +138,10 @@ def _read(model: Llama, scaling: Fp8Scaling, windows: Sequence[Sequence[int]], p
     return amax
 
 
-class _LearningOps:
+class LearningOps:
     """Ops whose FP8 results are written by the scale of their own largest magnitude."""
+
+    capturable = False  # nor replayed: a pass that was captured before would learn nothing
 
     def __init__(self, ops: Ops, scaling: Fp8Scaling) -> None:
         self._ops = ops

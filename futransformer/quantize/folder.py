@@ -5,11 +5,12 @@
 | config.json, the tokenizer's files, licences | those of the model, unchanged |
 | safetensors | the model's weights, unchanged: hard links where the file system has them, else copies |
 | fp8_scales.safetensors | ``scale`` and ``amax``, float32 [4 L + 1], in the order of futransformer.fp8_scaling |
-| futransformer.json | format version, precision of each phase, origin of the scales, sha256 of every other file |
+| fp8_weights.safetensors | if there are FP8 weights not rounded to nearest: futransformer.quantize.stored |
+| futransformer.json | format version, precision of each phase, layers in BF16, origin of the scales, sha256 of files |
 
-The folder appears by one rename, complete. When an FP8 prefill is loaded from it, the sha256 of the scales and of what
-else is read (``CHECKED``) must be those that it names, so that scales do not meet a model that they are not of. The
-weights' are not checked, for they are as large as the model; nor are licences and the like.
+The folder appears by one rename, complete. When an FP8 prefill is loaded from it, the sha256 of scales, FP8 weights and
+of what else is read (``CHECKED``) must be those that it names, so that scales do not meet a model that they are not of.
+The model's weights are not checked, nor are licences and the like. Format 1 had neither FP8 weights nor BF16 parts.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ from safetensors.torch import load_file, save
 
 from futransformer.build.cache import storage_errors
 from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
-from futransformer.fp8_scaling import ActivationScales, count_results
+from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.generator.precision import Precision
+from futransformer.layer_parts import format_parts, parse_parts
+from futransformer.quantize.recipe import Fp8Recipe
+from futransformer.quantize.stored import StoredWeights, save_weights
 
-FORMAT = 1
+FORMAT = 2
+READ_FORMATS = (1, FORMAT)
 DESCRIPTION_FILE = "futransformer.json"
 SCALES_FILE = "fp8_scales.safetensors"
+WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
 CARRIED = (*CHECKED, "*.txt", "*.md", "LICENSE*", "NOTICE*")
 
@@ -69,13 +75,13 @@ def check_output(source: Path, output: Path, *, force: bool, what: str = "calibr
 def write_folder(
     source: Path,
     output: Path,
-    scales: ActivationScales,
+    recipe: Fp8Recipe,
     precision: Precision,
     calibration: Mapping[str, Any],
     *,
     force: bool = False,
 ) -> None:
-    """Write the model of ``source`` with its scales; ``calibration`` says where they come from, in JSON's types."""
+    """Write the model of ``source`` with its recipe; ``calibration`` says where that comes from, in JSON's types."""
     check_output(source, output, force=force)
     there = output.resolve()  # a link stays one
     with scratch_beside(output, there.parent) as scratch:
@@ -87,7 +93,10 @@ def write_folder(
         for name in weights:
             _link_or_copy((source / name).resolve(), written / name)
         # save_file would let nobody else read it
-        (written / SCALES_FILE).write_bytes(save({"scale": scales.scale, "amax": scales.amax}))
+        (written / SCALES_FILE).write_bytes(save({"scale": recipe.scales.scale, "amax": recipe.scales.amax}))
+        if recipe.weights:
+            save_weights(recipe.weights, written / WEIGHTS_FILE)
+            shutil.copymode(written / SCALES_FILE, written / WEIGHTS_FILE)
         description = {
             "format": FORMAT,
             "precision": {
@@ -95,7 +104,9 @@ def write_folder(
                 **{phase: getattr(precision, phase).name for phase in ("prefill", "decode", "kv", "head")},
                 "weight_scales": precision.weight_scales,
             },
+            "bf16_layers": format_parts(recipe.bf16),
             "fp8_scales": {"file": SCALES_FILE, **calibration},
+            "fp8_weights": {"file": WEIGHTS_FILE} if recipe.weights else None,
             "sha256": {path.name: sha256_of(path) for path in sorted(written.iterdir())},
         }
         text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
@@ -103,8 +114,8 @@ def write_folder(
         publish(written, there, scratch / "replaced")
 
 
-def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
-    """Read a calibrated folder's scales; CheckpointError says what is wrong with it and how to calibrate."""
+def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
+    """Read a calibrated folder's recipe; CheckpointError says what is wrong with it and how to calibrate."""
     command = f"futransformer calibrate {shlex.quote(str(folder))} --output OUT"
     again = f"calibrate again: {command}"
     path = folder / DESCRIPTION_FILE
@@ -118,11 +129,13 @@ def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
         version = description.integer("format")
         sums = description.section("sha256")
         beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))
-        wanted = {name: sums.text(name) for name in dict.fromkeys((SCALES_FILE, "config.json", *beside))}
+        stored = [WEIGHTS_FILE] if description.has("fp8_weights") else []
+        wanted = {name: sums.text(name) for name in dict.fromkeys((SCALES_FILE, *stored, "config.json", *beside))}
+        parts = description.text("bf16_layers") if version == FORMAT else ""
     except ConfigError as error:
         raise CheckpointError(f"{error}; {again}") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{path} is of format {version}, this version reads format {FORMAT}; {again}")
+    if version not in READ_FORMATS:
+        raise CheckpointError(f"{path} is of format {version}, this version reads formats up to {FORMAT}; {again}")
     scales = folder / SCALES_FILE
     try:
         for name, digest in wanted.items():
@@ -134,15 +147,19 @@ def read_scales(folder: Path, config: LlamaConfig) -> ActivationScales:
                     f"{file} is not the file that {DESCRIPTION_FILE} names: its sha256 differs; {again}"
                 )
         tensors = load_file(scales)
-        read = ActivationScales(tensors["scale"], tensors["amax"])
-        read.check(count_results(config.num_hidden_layers))
+        recipe = Fp8Recipe(
+            ActivationScales(tensors["scale"], tensors["amax"]),
+            parse_parts(parts, config.num_hidden_layers) if parts else frozenset(),
+            StoredWeights(folder / WEIGHTS_FILE, config) if stored else {},
+        )
+        recipe.check(config.num_hidden_layers)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: the scales cannot be read: {error}; {again}") from error
     except KeyError as error:
         raise CheckpointError(f"{scales} lacks {error}; {again}") from error
     except InputError as error:
-        raise CheckpointError(f"{scales}: {error}; {again}") from error
-    return read
+        raise CheckpointError(f"{folder}: {error}; {again}") from error
+    return recipe
 
 
 def sha256_of(path: Path) -> str:

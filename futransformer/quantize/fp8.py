@@ -43,12 +43,11 @@ def quantize_weight(name: str, weight: Tensor, granularity: Granularity) -> Fp8W
 
     ``weight`` is logical, the gain of its norm folded in; ``name`` is what a refusal calls it.
     """
-    values = weight.float()
-    amax = values.abs().amax(1) if granularity == "channel" else values.abs().amax().view(1)
+    amax = weight.abs().amax(1) if granularity == "channel" else weight.abs().amax().view(1)
     if not amax.isfinite().all():
         raise CheckpointError(
-            f"{name} holds {int((~values.isfinite()).sum())} values that are not finite, so it has no FP8 scale; "
+            f"{name} holds {int((~weight.isfinite()).sum())} values that are not finite, so it has no FP8 scale; "
             "fetch the checkpoint again"
         )
     scale = scale_of(amax)
-    return Fp8Weight(codes_of(values, scale[:, None]), scale)
+    return Fp8Weight(codes_of(weight, scale[:, None]), scale)

@@ -76,7 +76,7 @@ class Int4Weight:
         )
 
     def dequantise(self) -> Tensor:
-        """W in float32, exactly: a scale has 11 bits and a code minus its zero point 5."""
+        """W in float32, exactly: a scale has 11 bits and a code less its zero point four."""
         zeros = MIDDLE if self.zeros is None else self._of_each_value(self.zeros).float()
         return (self.codes.float() - zeros).mul_(self._of_each_value(self.scales))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..precision import Element
+from ..precision import BF16, E4M3, Element
 from .base import (
     BLOCK_RESERVED_BYTES,
+    KV_SCALE,
     MAX_SHARED_BYTES,
     PAGE_SIZE,
     SM_SHARED_BYTES,
@@ -22,22 +23,23 @@ from .base import (
 class AttentionDecodeSpec(KernelSpec):
     """Blocks are (split, key/value head, sequence); the last split to finish combines all in split order.
 
-    A producer warp fetches pages of one key/value head by TMA (boxes of 64 tokens x 64 features) into a ring of
-    ``stages``; ``warps`` consumer warps take sixteen of a page's tokens each. ``early_next`` lets the next kernel start
-    when this one does, else when the last page has been asked for.
+    A producer warp fetches pages of one key/value head by TMA into a ring of ``stages``: of BF16 in boxes of 64 tokens
+    x 64 features, of E4M3 whole, in rows of 128 bytes. ``warps`` consumer warps take sixteen of a page's tokens each.
+    ``early_next`` lets the next kernel start when this one does, else when the last page has been asked for.
     """
 
     template: ClassVar[str] = "attention_decode_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("HMMA.16816.F32.BF16", "UTMALDG.2D", "MOVM.16.MT88", "ACQBULK")
     dependent_launch: ClassVar[bool] = True
 
-    element: Element
+    element: Element  # of the pages
     heads: Heads
     warps: int
     stages: int
     early_next: bool = False
 
     def __post_init__(self) -> None:
+        self.require(self.element in (BF16, E4M3), "pages hold BF16 or E4M3")
         self.require(self.heads.head_dim in (64, 128), "head_dim must be 64 or 128")
         self.require(self.heads.num_attention_heads % self.heads.num_key_value_heads == 0, "heads must divide evenly")
         self.require(1 <= self.heads.group <= 16, "at most 16 query heads a key/value head")
@@ -57,7 +59,8 @@ class AttentionDecodeSpec(KernelSpec):
         """See KernelSpec.params."""
         return (
             pointer("q", "const cutlass::bfloat16_t"),
-            Param("k_pages", "tensor_map"),  # [num_pages * num_key_value_heads * 64, head_dim]
+            # [num_pages * num_key_value_heads * 64, head_dim], E4M3: [the same * head_dim / 128, 128]
+            Param("k_pages", "tensor_map"),
             Param("v_pages", "tensor_map"),
             pointer("out", "cutlass::bfloat16_t"),
             pointer("block_table", "const int"),
@@ -68,6 +71,7 @@ class AttentionDecodeSpec(KernelSpec):
             pointer("partial_out", "float"),  # [B, num_key_value_heads, splits, group, head_dim]
             pointer("partial_max_sum", "float"),  # [B, num_key_value_heads, splits, group, 2]
             pointer("arrivals", "int"),  # [B, num_key_value_heads], zero before and after every launch
+            *((KV_SCALE,) if self.element == E4M3 else ()),  # [2]: what a code of K and of V is worth
         )
 
     @property

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedError
+from ..precision import E4M3, Element
 
 PAGE_SIZE = 64  # tokens a KV-cache page holds
 MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
@@ -101,6 +102,7 @@ _ROWSCALE = (
     Param("rms_norm_eps", "float32"),
 )
 _SCALE = pointer("scale", "const float")
+KV_SCALE = pointer("kv_scale", "const float")
 
 # An epilogue is a chain of operations applied to eight consecutive output columns of one row at a time; each
 # operation brings its own kernel parameters. The same structs (include/futransformer/epilogue.cuh) serve prefill,
@@ -116,6 +118,14 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         pointer("k_pages", "cutlass::bfloat16_t"),
         pointer("v_pages", "cutlass::bfloat16_t"),
         pointer("slots", "const long long"),
+    ),
+    # the same in E4M3: a code of 1 is worth kv_scale [2], of K and of V
+    "scatter_kv_fp8": (
+        pointer("q", "cutlass::bfloat16_t"),
+        pointer("k_pages", "cutlass::float_e4m3_t"),
+        pointer("v_pages", "cutlass::float_e4m3_t"),
+        pointer("slots", "const long long"),
+        KV_SCALE,
     ),
     # FP8 operands: x the sums' scale (x's times the weight's), scale [1]; with the row's rstd
     "scaled_rowscale": (*_ROWSCALE, _SCALE),
@@ -184,6 +194,11 @@ FP8_EPILOGUES: dict[str, dict[str, tuple[str, ...]]] = {
 
 # A token's residual stream is a few kilobytes: decode keeps it in float32, beside the BF16 copy that GEMMs read.
 DECODE_EPILOGUES = {**EPILOGUES, "o": ("residual_f32",), "down": ("residual_f32",)}
+
+
+def with_kv(epilogue: tuple[str, ...], kv: Element) -> tuple[str, ...]:
+    """A chain whose K and V go to pages of this element."""
+    return tuple("scatter_kv_fp8" if op == "scatter_kv" and kv == E4M3 else op for op in epilogue)
 
 
 def epilogue_params(epilogue: tuple[str, ...]) -> tuple[Param, ...]:

@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
-from ..precision import INT4, Element
-from .base import DECODE_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, epilogue_params, pointer, shared_share
+from ..precision import BF16, INT4, Element
+from .base import (
+    DECODE_EPILOGUES,
+    MAX_SHARED_BYTES,
+    Heads,
+    KernelSpec,
+    Param,
+    epilogue_params,
+    pointer,
+    shared_share,
+    with_kv,
+)
 
 LANE_BYTES = 16  # of packed weights that a lane loads at once
 _LANES = 32
@@ -64,6 +74,7 @@ class DecodeGemmSpec(KernelSpec):
     group_k: int = 0
     zero_points: bool = False
     gain_in_x: bool = False
+    kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
         self.require(
@@ -75,6 +86,7 @@ class DecodeGemmSpec(KernelSpec):
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
+        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
         integers = self.batch_tile == 4 and self.element == INT4 and self.x_ahead > 0
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
@@ -168,7 +180,9 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
-        return ("residual_f32_gain",) if self.gain_in_x else DECODE_EPILOGUES[self.op]
+        if self.gain_in_x:
+            return ("residual_f32_gain",)
+        return with_kv(DECODE_EPILOGUES[self.op], self.kv)
 
     @property
     def name(self) -> str:

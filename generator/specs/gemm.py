@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..precision import BF16, E4M3, Accumulation, Element, Granularity
-from .base import EPILOGUES, FP8_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params
+from .base import EPILOGUES, FP8_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params, with_kv
 
 SCHEDULES = ("cooperative", "pingpong")
 _MAX_ACCUMULATORS = 208  # float32 a consumer thread, of its 232 or 240 registers
@@ -51,6 +51,7 @@ class GemmSpec(KernelSpec):
     heads: Heads | None = None
     weight_scales: Granularity = "tensor"
     accumulation: Accumulation = "fast"
+    kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
         group = 64 if self.op == "gate_up" else 32
@@ -84,6 +85,7 @@ class GemmSpec(KernelSpec):
         )
         self.require(self.splits == 1 or self.schedule == "cooperative", "only the cooperative schedule can split K")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
+        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
         self.require(self.stages >= 2, "a pipeline needs two stages")
         self.require(self.raster >= 1, "raster must be positive")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
@@ -91,7 +93,8 @@ class GemmSpec(KernelSpec):
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the accumulators, in order."""
-        return FP8_EPILOGUES[self.weight_scales][self.op] if self.element == E4M3 else EPILOGUES[self.op]
+        ops = FP8_EPILOGUES[self.weight_scales] if self.element == E4M3 else EPILOGUES
+        return with_kv(ops[self.op], self.kv)
 
     @property
     def name(self) -> str:

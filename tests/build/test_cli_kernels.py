@@ -60,6 +60,18 @@ def test_generate_writes_every_source(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{len(SPECS)} sources for smollm2-135m, bf16" in capsys.readouterr().out
 
 
+def test_generate_takes_the_kernels_of_bf16_layers_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for options in ((), ("--mixed",)):
+        folder = tmp_path / str(len(options))
+        assert main(["generate", "smollm2-135m", "--precision", "fp8", *options, "--output", str(folder)]) == 0
+        counts.append(len(list(folder.glob("*.cu"))))
+    capsys.readouterr()
+    assert counts[1] > counts[0]
+    assert main(["generate", "smollm2-135m", "--mixed", "--output", str(tmp_path / "none")]) == 2
+    assert "bf16 reads prompts in BF16 throughout" in capsys.readouterr().err
+
+
 def test_generate_imports_neither_torch_nor_cuda(tmp_path: Path) -> None:
     script = (
         "import sys; from futransformer.cli import main; status = main(sys.argv[1:]);"

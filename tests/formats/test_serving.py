@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.ops.interface import Ops
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.formats.test_formats import FP8_SCALES
 from tests.formats.writers import KINDS, Drawn, Kind, edit, quantise
@@ -175,7 +175,7 @@ def test_gains_of_one_need_no_kernels_of_their_own(tiny_base_model: Path, tmp_pa
 def test_precisions_that_cannot_keep_the_codes(name: str, precision: str, words: str, written: Written) -> None:
     folder, _ = written(KINDS[name])
     with pytest.raises(UnsupportedError, match=words):
-        load(folder, precision, activation_scales=ActivationScales.unknown(2) if "fp8" in precision else None)
+        load(folder, precision, recipe=Fp8Recipe.unknown(2) if "fp8" in precision else None)
 
 
 def test_gains_in_x_are_of_codes(tiny_base_model: Path) -> None:
@@ -185,10 +185,10 @@ def test_gains_in_x_are_of_codes(tiny_base_model: Path) -> None:
 
 def test_an_fp8_prefill_reads_the_dequantised_weights(written: Written) -> None:
     folder, _ = written(KINDS["gptq-v1"])
-    unknown = ActivationScales.unknown(2)
-    model = load(folder, "fp8-int4", activation_scales=unknown)
+    unknown = Fp8Recipe.unknown(2)
+    model = load(folder, "fp8-int4", recipe=unknown)
     assert torch.equal(decoded(model), decoded(load(folder, "int4")))
-    assert torch.equal(prefilled(model), prefilled(load(folder, "fp8", activation_scales=unknown)))
+    assert torch.equal(prefilled(model), prefilled(load(folder, "fp8", recipe=unknown)))
 
 
 def test_fp8_weights_are_rounded_as_others_are(written: Written) -> None:

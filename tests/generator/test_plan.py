@@ -13,7 +13,7 @@ from futransformer.build.cache import file_stem
 from futransformer.generator.config import CONFIGS, GROUPS, HEAD_DIMS, LlamaConfig
 from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.plan import kernel_specs, make_plan, projections
-from futransformer.generator.precision import PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISIONS, get_precision
 from futransformer.generator.render import TEMPLATES
 from futransformer.generator.specs import KernelSpec
 
@@ -81,6 +81,20 @@ def test_every_kernel_of_every_plan_can_be_launched(config: LlamaConfig, precisi
         parameters = [param.name for param in spec.params]
         assert len(set(parameters)) == len(parameters)
         assert spec.instructions, "every kernel promises what it is made of"
+
+
+@pytest.mark.parametrize("precision", [name for name, row in PRECISIONS.items() if row.prefill == E4M3])
+def test_the_kernels_beside_an_fp8_prefill_are_those_of_bf16(precision: str) -> None:
+    """So they are built once for both."""
+    config = CONFIGS["smollm2-135m"]
+    fp8, mixed = (make_plan(config, precision, mixed=mixed) for mixed in (False, True))
+    bf16 = make_plan(config, replace(get_precision(precision), prefill=BF16))
+    assert replace(mixed, prefill_bf16={}, attention_prefill_bf16=None) == fp8
+    assert mixed.prefill_bf16 == {op: specs for op, specs in bf16.prefill.items() if op != "lm_head"}
+    assert mixed.attention_prefill_bf16 == bf16.attention_prefill
+    assert set(mixed.specs()) == set(fp8.specs()) | set(bf16.specs())
+    with pytest.raises(UnsupportedError, match="bf16 reads prompts in BF16 throughout"):
+        make_plan(config, "bf16", mixed=True)
 
 
 @pytest.mark.parametrize(("config", "precision"), EVERY_PLAN)

@@ -20,10 +20,12 @@ from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import Precision, get_precision
+from futransformer.layer_parts import Part, Parts, all_parts, parse_parts
 from futransformer.memory import plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.calibrate import Calibration, calibrate
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -35,16 +37,16 @@ TOKENS = torch.randint(256, (400,), generator=torch.Generator().manual_seed(2)).
 PROMPTS = [TOKENS[start : start + length] for start, length in ((0, 70), (100, 3), (120, 64))]
 
 
-def load(folder: Path, scales: ActivationScales | None = None, **options: Any) -> Llama:
+def load(folder: Path, scales: ActivationScales | None = None, bf16: Parts = frozenset(), **options: Any) -> Llama:
     """The model with FP8 prefill; without scales, with those of nothing."""
-    unknown = ActivationScales.unknown(load_config(folder).num_hidden_layers)
+    recipe = None if scales is None else Fp8Recipe(scales, bf16)
     return Llama.from_pretrained(
         folder,
         **{
             "precision": "fp8",
             "device": "cpu",
             "cache_tokens": 2048,
-            "activation_scales": scales or unknown,
+            "recipe": recipe or Fp8Recipe.unknown(load_config(folder).num_hidden_layers, bf16),
             **options,
         },
     )
@@ -168,6 +170,53 @@ def test_passes_that_end_no_prompt_are_taken_in_too(tiny_model: Path, scales: Ac
     assert (model.scaling.largest() > 0).all()
 
 
+# Parts in BF16
+
+
+def test_a_model_whose_every_part_is_in_bf16_is_that_of_bf16(tiny_model: Path, scales: ActivationScales) -> None:
+    plain = Llama.from_pretrained(tiny_model, device="cpu", cache_tokens=2048)
+    model = load(tiny_model, scales, frozenset(all_parts(2)))
+    assert torch.equal(model.prefill(PROMPTS, rows="all"), plain.prefill(PROMPTS, rows="all"))
+    assert model.scaling is not None
+    assert (model.scaling.largest() == 0).all()
+
+
+def test_a_part_in_bf16_adds_no_error(tiny_model: Path, scales: ActivationScales) -> None:
+    """Nested sets of parts come nearer to BF16, and what was in FP8 alone writes codes."""
+    plain = Llama.from_pretrained(tiny_model, device="cpu", cache_tokens=2048).prefill(PROMPTS, rows="all")
+    errors = []
+    for text in ("", "0.mlp", "0", "0, 1.mlp"):
+        model = load(tiny_model, scales, parse_parts(text, 2) if text else frozenset())
+        errors.append((model.prefill(PROMPTS, rows="all") - plain).square().mean())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[3] < errors[0] / 2
+    assert model.scaling is not None
+    assert (model.scaling.largest() > 0).nonzero().flatten().tolist() == [4, 5, 6]
+    assert model.prefill(PROMPTS).shape == (3, 258)
+
+
+@pytest.mark.parametrize("parts", ["0.attention", "0.mlp, 1.attention"])
+def test_passes_of_a_long_prompt_mix_as_one_does(tiny_model: Path, scales: ActivationScales, parts: str) -> None:
+    models = [load(tiny_model, scales, parse_parts(parts, 2), max_rows=rows) for rows in (16, 8192)]
+    several, whole = (model.prefill([TOKENS[:70]]) for model in models)
+    torch.testing.assert_close(several, whole, rtol=0, atol=2.0**-8 * whole.abs().max().item())
+
+
+def test_parts_in_bf16_keep_the_calibration_of_the_others(tiny_model: Path, scales: ActivationScales) -> None:
+    """What no part in FP8 writes or reads was never seen, and keeps a scale of 1."""
+    model = load(tiny_model, None, parse_parts("0.attention", 2))
+    found = calibrate(model, TOKENS, context=100, samples=4).scales
+    assert found.scale[:2].tolist() == [1, 1]
+    ratio = found.amax[2:] / scales.amax[2:]
+    assert ratio.min() > 1 / 2
+    assert ratio.max() < 2
+
+
+def test_parts_that_the_model_lacks_are_refused(tiny_base_model: Path, scales: ActivationScales) -> None:
+    with pytest.raises(InputError, match=r"layers 0 to 1, none that is BF16's 2.mlp"):
+        load(tiny_base_model, scales, frozenset([Part(2, "mlp")]))
+
+
 # Calibration
 
 
@@ -261,7 +310,7 @@ def test_scales_that_mean_nothing_are_refused_before_weights_are_read(
     ):
         with pytest.raises(InputError, match=wrong):
             load(tiny_base_model, scales)
-    for options in ({"fp8_scales": "running"}, {"activation_scales": ActivationScales.unknown(2)}):
+    for options in ({"fp8_scales": "running"}, {"recipe": Fp8Recipe.unknown(2)}):
         with pytest.raises(InputError, match="of an FP8 prefill, and bf16 has none"):
             Llama.from_pretrained(tiny_base_model, device="cpu", **options)
 
@@ -279,6 +328,24 @@ def test_the_memory_plan_counts_what_the_reference_holds(tiny_model: Path) -> No
     assert plan.prefill_weights == sum(part["prefill"].nbytes for part in parts) + head["prefill"].nbytes
     assert plan.decode_weights == sum(part["decode"].nbytes for part in parts)
     assert all(part["prefill"] is not part["decode"] for part in parts)
+
+
+def test_the_memory_plan_counts_parts_in_bf16(tiny_base_model: Path) -> None:
+    """On the reference they are one copy for both phases; on kernels two bytes a weight."""
+    bf16 = parse_parts("0.mlp, 1", 2)
+    model = load(tiny_base_model, None, bf16)
+    config = model.config
+    plan = plan_memory(config, FP8, cache_tokens=2048, rows=10, reference=True, bf16=bf16)
+    parts = [getattr(layer, part.name) for layer in model.weights.layers for part in fields(layer)]
+    apart = [part["prefill"] is not part["decode"] for part in parts]
+    assert apart == [True, True, False, False, False, False, False, False]
+    assert plan.decode_weights == sum(part["decode"].nbytes for part in parts[:2])
+    on_kernels, fp8, plain = (
+        plan_memory(config, precision, cache_tokens=2048, rows=10, bf16=parts)
+        for precision, parts in ((FP8, bf16), (FP8, frozenset()), (get_precision("bf16"), frozenset()))
+    )
+    assert on_kernels.prefill_weights == fp8.prefill_weights + 2 * 3 * 128 * 192 + 128 * (512 + 256)
+    assert on_kernels.activations == plain.activations + 10 * 128  # the codes of x
 
 
 def test_the_memory_plan_of_an_8b_model_on_kernels() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.errors import InputError
+from futransformer.layer_parts import parse_parts
 from futransformer.ops.interface import Fp8Output
 
 LAYERS = 2
@@ -151,6 +152,7 @@ def test_running_scales_stay_usable(amax: float) -> None:
 def test_saturated_values_are_reported_by_place() -> None:
     scaling = make()
     assert scaling.saturated() == {}
+    assert scaling.embedding is not None
     for _ in range(2):
         scaling.embedding.saturated.add_(2**31 - 1)  # whose sum no int32 holds
         h, end = scaling.blocks[0].h, scaling.blocks[1].end
@@ -184,3 +186,22 @@ def test_what_is_no_scale_is_refused(value: float) -> None:
             values[name][3] = value
             with pytest.raises(InputError, match=f"{name} holds values that no {name} "):
                 make().use(ActivationScales(**values))
+
+
+def test_parts_in_bf16_have_no_scales_and_fp8_begins_again_after_them() -> None:
+    bf16 = parse_parts("0.attention, 1.mlp", 2)
+    scaling = make(bf16=bf16, max_rows=3)
+    first, second = scaling.blocks
+    assert scaling.embedding is None
+    assert (first.qkv, first.o, first.attended, first.begin) == (None, None, None, None)
+    assert (second.gate_up, second.down, second.h, second.end) == (None, None, None, None)
+    # x before gate_up of layer 0 is gathered; that of layer 1 written by o, as its kernel must, and read by nobody
+    for written, result in ((first.middle, 2), (first.h, 3), (first.end, 4), (second.attended, 5), (second.middle, 6)):
+        assert written is not None
+        assert written.scale.data_ptr() == scaling._scale[result:].data_ptr()
+    assert second.begin is None
+    assert first.order is not None
+    assert first.order.tolist() == [0, 1, 2]
+    begin = make(bf16=parse_parts("0.mlp", 2), max_rows=3).blocks[1].begin
+    assert begin is not None
+    assert make().blocks[1].begin is None

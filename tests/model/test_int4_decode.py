@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.checkpoint import load_checkpoint
 from futransformer.driver import hopper_problem
-from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, OutOfMemoryError
 from futransformer.generator.precision import Precision, get_precision
@@ -28,6 +27,7 @@ from futransformer.memory import MemoryPlan, check_memory, plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.int4 import round_to_nearest
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -113,10 +113,10 @@ def test_a_prompt_is_read_in_bf16(tiny_model: Path) -> None:
 
 def test_an_fp8_prefill_decodes_through_the_same_weights(tiny_model: Path) -> None:
     """What is decoded from an empty cache depends on decode's weights alone."""
-    unknown = ActivationScales.unknown(2)
-    model = load(tiny_model, "fp8-int4-g64", activation_scales=unknown)
+    unknown = Fp8Recipe.unknown(2)
+    model = load(tiny_model, "fp8-int4-g64", recipe=unknown)
     assert torch.equal(decoded(model, TOKENS[:, :5]), decoded(load(tiny_model, "int4-g64"), TOKENS[:, :5]))
-    fp8 = load(tiny_model, "fp8", activation_scales=unknown)
+    fp8 = load(tiny_model, "fp8", recipe=unknown)
     prompt = [TOKENS[0].tolist()]
     assert torch.equal(model.prefill(prompt), fp8.prefill(prompt))
 
@@ -137,7 +137,7 @@ def test_a_weight_without_scales_is_refused_by_name(tiny_base_model: Path, tmp_p
 @pytest.mark.parametrize("precision", ["int4", "fp8-int4"])
 def test_the_memory_plan_counts_what_the_reference_holds(tiny_base_model: Path, precision: str) -> None:
     """One float32 copy a phase of a projection, one for both of the head."""
-    options: dict[str, Any] = {"activation_scales": ActivationScales.unknown(2)} if precision == "fp8-int4" else {}
+    options: dict[str, Any] = {"recipe": Fp8Recipe.unknown(2)} if precision == "fp8-int4" else {}
     model = load(tiny_base_model, precision, **options)
     plan = plan_memory(model.config, get_precision(precision), cache_tokens=1024, rows=10, reference=True)
     parts = [getattr(layer, part.name) for layer in model.weights.layers for part in fields(layer)]
@@ -189,19 +189,22 @@ def test_the_real_model_predicts_our_page_in_int4_nearly_as_in_bf16(small_model:
 
 @pytest.mark.gpu
 @pytest.mark.model
-@pytest.mark.parametrize("precision", ["int4", "int4-g32-asym"])
+@pytest.mark.parametrize(
+    ("precision", "batch"), [("int4", 4), ("int4", 8), ("int4-g32-asym", 1), ("int4-g32-asym", 4), ("int4-g32-asym", 8)]
+)
 def test_kernels_predict_our_page_as_the_reference_does(
-    small_model: Path, precision: str, request: pytest.FixtureRequest
+    small_model: Path, precision: str, batch: int, request: pytest.FixtureRequest
 ) -> None:
     """Two references of one quantisation that add up in float32 and float64 differ, for values near a rounding boundary
-    fall either way; kernels may differ from either by half as much again, and in the mean by chance alone.
+    fall either way; kernels may differ from either by half as much again, and in the mean by chance alone. Up to four
+    windows at a time are multiplied as integers, which the references do not do.
     """
     problem = hopper_problem()
     if problem is not None:
         pytest.skip(problem)
     exports: Path | None = request.config.getoption("--kernels")
     tokens = page(small_model)
-    options: dict[str, Any] = {"context": 128, "windows": 4, "batch": 4, "through": "decode"}
+    options: dict[str, Any] = {"context": 64, "windows": 8, "batch": batch, "through": "decode"}
     kernels = exports / f"smollm2-135m-{precision}" if exports else None
     on_kernels = Llama.from_pretrained(small_model, precision=precision, kernels=kernels, cache_tokens=512)
     ours = score(on_kernels, tokens, **options).nll
@@ -212,5 +215,6 @@ def test_kernels_predict_our_page_as_the_reference_does(
     difference, noise = ours - references[0], references[1] - references[0]
     assert difference.std() <= 1.5 * noise.std()
     assert difference.mean().abs() <= 3 * difference.std() / len(difference) ** 0.5
-    (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
-    assert "Paris" in Tokenizer(small_model).decode(answer)
+    if precision == "int4-g32-asym":  # groups of 128 without zero points take too much from so small a model
+        (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
+        assert "Paris" in Tokenizer(small_model).decode(answer)

@@ -2,6 +2,7 @@
 // Prints one line a mismatch kind; the exit status is the number of mismatching shapes.
 #include <cstdio>
 
+#include <futransformer/attention_code_tiles.cuh>
 #include <futransformer/attention_tiles.cuh>
 
 #include <cutlass/numeric_types.h>
@@ -71,6 +72,42 @@ static int mismatches() {
   return loads || accumulators || operands;
 }
 
+// Codes of E4M3: where TMA puts them, where their operands are read, each of them once, and all banks at a time.
+template <int HeadDim, int TileN>
+static int code_mismatches() {
+  using Codes = futransformer::CodeTiles<HeadDim, TileN>;
+  using Tiles = futransformer::AttentionTiles<Element, HeadDim, 128, TileN, 2, 2>;
+  int loads = 0, operands = 0, repeated = 0, conflicts = 0;
+  for (int token = 0; token < TileN; ++token) {
+    for (int column = 0; column < HeadDim; ++column) {
+      int const code = token * HeadDim + column, row = code / 128;  // rows of 128 bytes
+      int const arrives = row * 128 + ((code % 128 / 16) ^ (row % 8)) * 16 + code % 16;
+      loads += Codes::codes_at(token, column / 16) + column % 16 != arrives;
+      int const read = layout_offset(typename Tiles::LayoutK{}, token, column, 0);
+      operands += Codes::operands_at(token, column / 8) / 2 + column % 8 != read;
+      operands += read != layout_offset(typename Tiles::LayoutV{}, column, token, 0);
+    }
+  }
+  bool seen[TileN][HeadDim / 16] = {};
+  for (int unit = 0; unit < Codes::kUnits; ++unit) {
+    for (int first = 0; first < 32; first += 8) {
+      int banks[3] = {};  // 16 bytes of 128 that the eight lanes read, write, and write again
+      for (int lane = first; lane < first + 8; ++lane) {
+        int const token = Codes::token_of(unit, lane), step = Codes::step_of(unit, lane);
+        repeated += seen[token][step];
+        seen[token][step] = true;
+        banks[0] |= 1 << Codes::codes_at(token, step) / 16 % 8;
+        for (int half = 0; half < 2; ++half) banks[1 + half] |= 1 << Codes::operands_at(token, 2 * step + half) / 16 % 8;
+      }
+      for (int used : banks) conflicts += used != 0xff;
+    }
+  }
+  std::printf("codes, head_dim %d, tile_n %d: loads %d, operands %d, repeated %d, conflicts %d\n", HeadDim, TileN, loads,
+              operands, repeated, conflicts);
+  return loads || operands || repeated || conflicts || Codes::kUnits * 32 != TileN * HeadDim / 16;
+}
+
 int main() {
-  return mismatches<64, 128, 2>() + mismatches<128, 128, 2>() + mismatches<64, 64, 3>() + mismatches<128, 64, 4>();
+  int const of_codes = code_mismatches<64, 128>() + code_mismatches<128, 128>() + code_mismatches<128, 64>();
+  return of_codes + mismatches<64, 128, 2>() + mismatches<128, 128, 2>() + mismatches<64, 64, 3>() + mismatches<128, 64, 4>();
 }

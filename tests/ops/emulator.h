@@ -511,6 +511,12 @@ template <class T>
 T __ldg(T const* source) {
   return *source;
 }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  uint64_t const bytes = uint64_t(high) << 32 | low;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

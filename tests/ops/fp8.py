@@ -20,6 +20,20 @@ def quantised(values: Tensor, *, by_row: bool = False) -> tuple[Tensor, Tensor]:
     return (values.float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+# What codes of K and of V are worth: no power of two, and each its own; 448 of them are about 5 and 3.
+KV_SCALE = (0.011, 0.007)
+
+
+def stored_kv(values: Tensor, kv_scale: Tensor | None, part: int) -> Tensor:
+    """K (part 0) or V (1) as pages hold them: BF16, or codes."""
+    return values.bfloat16() if kv_scale is None else (values / kv_scale[part]).to(torch.float8_e4m3fn)
+
+
+def worth_of_kv(pages: Tensor, kv_scale: Tensor | None, part: int) -> Tensor:
+    """What stored K (part 0) or V (1) is worth."""
+    return pages if kv_scale is None else pages.float() * kv_scale[part]
+
+
 def fp8_output(scale: Tensor) -> Fp8Output:
     """How a result is written at ``scale`` [1], after calls that have written something small, and saturated it."""
     saturated = torch.full_like(scale, EARLIER_COUNT, dtype=torch.int32)

@@ -91,7 +91,9 @@ class StandInKernel:
         written = arguments["out" if fp8 is None else "out_fp8"] if spec.op != "qkv" else arguments["q"]
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
-            written.copy_(self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale))
+            kv_scale = arguments.get("kv_scale")
+            q = self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale, kv_scale=kv_scale)
+            written.copy_(q)
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
             residual = arguments["residual"].clone()
@@ -117,14 +119,16 @@ class StandInKernel:
         k_pages, v_pages = (arguments[name].view(shape) for name in ("k_pages", "v_pages"))
         table, lengths = arguments["block_table"], arguments["seqlens_k"]
         assert arguments["block_table_stride"] == table.shape[1]
-        state = (q, k_pages, v_pages, table)
+        state, kv_scale = (q, k_pages, v_pages, table), arguments.get("kv_scale")
         if isinstance(spec, AttentionPrefillSpec):
             fp8, offsets = fp8_output(arguments), arguments["cu_seqlens_q"]
             out = arguments["out" if fp8 is None else "out_fp8"]
-            self.ops.attention_prefill(*state, offsets, lengths, max_seqlen_q=q.shape[0], out=out, fp8=fp8)
+            most = q.shape[0]
+            self.ops.attention_prefill(*state, offsets, lengths, max_seqlen_q=most, out=out, fp8=fp8, kv_scale=kv_scale)
         else:
             most = table.shape[1] * PAGE_SIZE
-            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=arguments["out"])
+            out = arguments["out"]
+            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale)
 
 
 def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:
@@ -137,6 +141,8 @@ def stand_in_library(
     monkeypatch: pytest.MonkeyPatch,
     kernel: type[StandInKernel] = StandInKernel,
     precision: str | Precision = "bf16",
+    *,
+    mixed: bool = False,
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
     ops = ReferenceOps(config)
@@ -145,7 +151,7 @@ def stand_in_library(
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
     precision = get_precision(precision)
-    plan = make_plan(config, precision)
+    plan = make_plan(config, precision, mixed=mixed)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)
     built.capturable = False  # there are no graphs without a GPU

@@ -16,23 +16,26 @@ from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import attention_decode_spec
-from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import BF16, get_precision
+from futransformer.generator.precision import BF16, E4M3, Element, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec, Heads
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode
 from futransformer.ops.attention_decode import AttentionDecode, choose_pages_per_split
 from futransformer.ops.interface import Ops
-from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from futransformer.reference import ReferenceOps, allowed_error, as_bytes, largest_error
+from tests.ops import models
+from tests.ops.fp8 import KV_SCALE, stored_kv, worth_of_kv
 
-MODELS = ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "llama-3-70b", "group16")
-BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+KV8_MODELS = ("smollm2-135m-kv8", "llama-3.1-8b-kv8", "group16-kv8")
+MODELS = ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "llama-3-70b", "group16", *KV8_MODELS)
+IN_BF16 = ("smollm2-135m", "llama-3.1-8b")
+BOTH_HEAD_DIMS = (*IN_BF16, "smollm2-135m-kv8", "llama-3.1-8b-kv8")
 LENGTHS = (1000, 0, 1, 63, 64, 65, 4097)
 SPLITS = (1, 3, 1000)  # pages; the last is the whole sequence in one block
 CHOSEN_AND_FIXED: tuple[dict[str, Any], ...] = ({}, {"pages_per_split": 1}, {"pages_per_split": 1000})
 
 GpuOps = Callable[[str], KernelLibrary]
-Emulate = Callable[[str], str]
+Emulate = Callable[..., str]
 
 
 def ragged(batch: int) -> list[int]:
@@ -54,10 +57,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Problem:
-    """A batch of sequences in shuffled pages, with NaN and garbage wherever nothing may be read."""
+    """A batch of sequences in shuffled pages, with NaN and garbage wherever nothing may be read.
 
-    def __init__(self, ops: Ops, heads: Heads, lengths: Sequence[int]) -> None:
+    With ``codes`` the pages hold E4M3; ``keys`` and ``values`` are what these are worth.
+    """
+
+    def __init__(self, ops: Ops, heads: Heads, lengths: Sequence[int], *, codes: bool = False) -> None:
         self.ops, self.heads, self.lengths = ops, heads, list(lengths)
+        self.kv_scale = torch.tensor(KV_SCALE, device=ops.device) if codes else None
         device, kv_shape = ops.device, (heads.num_key_value_heads, heads.head_dim)
         queries = []
         self.keys: list[Tensor] = []
@@ -65,8 +72,9 @@ class Problem:
         for index, length in enumerate(lengths):  # a sequence's values depend on nothing but its place and length
             generator = torch.Generator(device).manual_seed(index)
             queries.append(torch.randn(heads.q_features, generator=generator, device=device).bfloat16())
-            for dense in (self.keys, self.values):
-                dense.append(torch.randn(length, *kv_shape, generator=generator, device=device).bfloat16())
+            for part, dense in enumerate((self.keys, self.values)):
+                drawn = torch.randn(length, *kv_shape, generator=generator, device=device)
+                dense.append(worth_of_kv(stored_kv(drawn, self.kv_scale, part), self.kv_scale, part))
         self.q = torch.stack(queries)
         self.seqlens_k = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         self._fill_pages(torch.Generator().manual_seed(len(lengths)))
@@ -77,9 +85,8 @@ class Problem:
         spare = 3
         shuffled = torch.randperm(sum(counts) + spare, generator=generator).tolist()
         shape = (len(shuffled), heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        self.k_pages, self.v_pages = (
-            torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)
-        )
+        dtype = torch.bfloat16 if self.kv_scale is None else torch.float8_e4m3fn
+        self.k_pages, self.v_pages = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
         # Past a sequence's end: pages of NaN, and numbers that are no page at all.
         garbage = torch.tensor([shuffled.pop() for _ in range(spare)] + [-1, 2**31 - 1, -(2**31)], dtype=torch.int32)
         block_table = garbage[torch.randint(len(garbage), (len(counts), max(counts) + 2), generator=generator)]
@@ -87,9 +94,9 @@ class Problem:
             for index in range(count):
                 page, first = shuffled.pop(), index * PAGE_SIZE
                 block_table[sequence, index] = page
-                for pages, dense in ((self.k_pages, self.keys), (self.v_pages, self.values)):
-                    rows = dense[sequence][first : first + PAGE_SIZE]
-                    pages[page, :, : rows.shape[0]] = rows.transpose(0, 1)
+                for part, (pages, dense) in enumerate(((self.k_pages, self.keys), (self.v_pages, self.values))):
+                    rows = stored_kv(dense[sequence][first : first + PAGE_SIZE], self.kv_scale, part)
+                    as_bytes(pages)[page, :, : rows.shape[0]] = as_bytes(rows.transpose(0, 1))
         self.block_table = block_table.to(device)
 
     def arguments(self, rows: slice = slice(None)) -> dict[str, Any]:
@@ -101,6 +108,7 @@ class Problem:
             "block_table": self.block_table[rows].contiguous(),
             "seqlens_k": self.seqlens_k[rows].contiguous(),
             "max_seqlen_k": max(self.lengths[rows]),
+            "kv_scale": self.kv_scale,
         }
 
     def run(self, rows: slice = slice(None), **options: Any) -> Tensor:
@@ -136,7 +144,8 @@ class Problem:
 def on_gpu(gpu_ops: GpuOps, model: str, lengths: Sequence[int]) -> Problem:
     """A problem for the generated kernel of a model."""
     ops = gpu_ops(model)
-    return Problem(ops, ops.plan.attention_decode.heads, lengths)
+    spec = ops.plan.attention_decode
+    return Problem(ops, spec.heads, lengths, codes=spec.element == E4M3)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -194,7 +203,7 @@ def test_neighbours_do_not_matter(gpu_ops: GpuOps, model: str) -> None:
         problem.q[1] = torch.nan
         for index in range(-(-middle // PAGE_SIZE)):
             for pages in (problem.k_pages, problem.v_pages):
-                pages[problem.block_table[1, index]] = torch.nan
+                pages[int(problem.block_table[1, index])].fill_(torch.nan)
         out = problem.run()
         assert out[1].isnan().all() if middle else not out[1].any()
         assert same_bits(out[0], expected[0]), f"{middle} tokens changed the row before"
@@ -213,7 +222,7 @@ def test_large_scores(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", IN_BF16)
 def test_scores_of_minus_infinity_weigh_nothing(gpu_ops: GpuOps, model: str) -> None:
     """Whole warps and splits whose every score is -inf, beside others that are finite."""
     problem = on_gpu(gpu_ops, model, [300])
@@ -233,9 +242,13 @@ def test_scores_of_minus_infinity_weigh_nothing(gpu_ops: GpuOps, model: str) -> 
 def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
     """Over 32k tokens with V = 1 the weights must sum to 1: no drift of the running sums or in combining."""
     problem = on_gpu(gpu_ops, model, [32_768, 32_700, 1])
-    problem.v_pages.masked_fill_(~problem.v_pages.isnan(), 1)
+    one = torch.ones(1) if problem.kv_scale is None else (1 / problem.kv_scale[1:]).cpu()
+    code = one.to(problem.v_pages.dtype)
+    is_nan = problem.v_pages.float().isnan()
+    as_bytes(problem.v_pages)[~is_nan] = as_bytes(code).to(problem.v_pages.device)
+    want = worth_of_kv(code, None if problem.kv_scale is None else problem.kv_scale.cpu(), 1).float().item()
     for options in CHOSEN_AND_FIXED:
-        assert (problem.run(**options).float() - 1).abs().max() <= 2.0**-8
+        assert (problem.run(**options).float() / want - 1).abs().max() <= 2.0**-8
 
 
 @pytest.mark.gpu
@@ -317,21 +330,23 @@ def test_streams_take_turns(gpu_ops: GpuOps, model: str) -> None:
         assert all(same_bits(out, want) for out, want in zip(outs, expected, strict=True))
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.2-1b"])
-def test_reference(model: str) -> None:
+def test_reference(model: str, codes: bool) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
-    problem = Problem(ReferenceOps(config), config.heads, [1, 0, 63, 64, 65, 300])
+    problem = Problem(ReferenceOps(config), config.heads, [1, 0, 63, 64, 65, 300], codes=codes)
     problem.check(problem.run())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_has_a_legal_spec(name: str) -> None:
-    heads = load_config(name).heads
-    spec = attention_decode_spec(heads, get_precision("bf16"))
+def test_every_model_has_a_legal_spec(name: str, precision: str) -> None:
+    heads, element_bytes = load_config(name).heads, get_precision(precision).kv.bits // 8
+    spec = attention_decode_spec(heads, get_precision(precision))
     assert str(heads) in spec.name
     assert spec.threads == 160
-    assert spec.shared_bytes == spec.stages * (4 * PAGE_SIZE * heads.head_dim + 16) + 16
+    assert spec.shared_bytes == spec.stages * (2 * PAGE_SIZE * heads.head_dim * element_bytes + 16) + 16
     assert spec.blocks_per_sm * (spec.shared_bytes + 1024) <= 228 * 1024
     assert spec.blocks_per_sm >= 2, "one block combines while another streams"
 
@@ -342,6 +357,7 @@ def test_every_model_has_a_legal_spec(name: str) -> None:
         ({"heads": Heads(32, 8, 96)}, "head_dim must be 64 or 128"),
         ({"heads": Heads(32, 5, 64)}, "divide evenly"),
         ({"heads": Heads(17, 1, 64)}, "at most 16 query heads"),
+        ({"element": Element("int4", "uint8_t", 4)}, "pages hold BF16 or E4M3"),
         ({"warps": 8}, "warps must be 4"),
         ({"stages": 1}, "two stages"),
         ({"stages": 8}, "shared memory"),
@@ -377,8 +393,8 @@ def test_a_split_balances_the_last_wave() -> None:
 class RecordingKernel:
     """Stands in for a loaded kernel on the CPU: remembers its launches."""
 
-    def __init__(self, heads: Heads) -> None:
-        self.spec = AttentionDecodeSpec(BF16, heads, warps=4, stages=3)
+    def __init__(self, heads: Heads, element: Element = BF16) -> None:
+        self.spec = AttentionDecodeSpec(element, heads, warps=4, stages=3)
         self.device = torch.device("cpu")
         self.sm_count = 132
         self.launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
@@ -427,6 +443,34 @@ def test_launch(recorded: RecordingKernel) -> None:
     assert arguments["partial_max_sum"].numel() >= 3 * 2 * 2 * 4 * 2
     assert arguments["arrivals"].numel() >= 3 * 2
     assert not arguments["arrivals"].any()
+
+
+def in_codes(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs over pages of E4M3."""
+    pages = {name: inputs[name].to(torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+    return {**inputs, **pages, "kv_scale": torch.tensor(KV_SCALE)}
+
+
+def test_pages_of_codes(recorded: RecordingKernel) -> None:
+    """A page is one box of 128 columns; codes come with their scales, and BF16 without."""
+    kernel, inputs = RecordingKernel(Heads(8, 2, 64), E4M3), in_codes(small_inputs())
+    op = AttentionDecode(kernel)  # type: ignore[arg-type]
+    op(**inputs)
+    ((_, arguments),) = kernel.launches
+    assert list(arguments) == [param.name for param in kernel.spec.params]
+    for name in ("k_pages", "v_pages"):
+        assert (arguments[name].shape, arguments[name].box) == ((9 * 2 * PAGE_SIZE // 2, 128), (PAGE_SIZE // 2, 128))
+    assert arguments["kv_scale"] is inputs["kv_scale"]
+    for changes, message in (
+        ({"kv_scale": None}, "the cache of this kernel holds codes and needs kv_scale"),
+        ({"kv_scale": torch.ones(1)}, r"kv_scale must have shape \[2\]"),
+        ({"k_pages": small_inputs()["k_pages"]}, r"k_pages must be torch\.float8_e4m3fn"),
+    ):
+        with pytest.raises(InputError, match=f"attention_decode: {message}"):
+            op(**{**inputs, **changes})
+    with pytest.raises(InputError, match="attention_decode: the cache of this kernel holds no codes"):
+        AttentionDecode(recorded)(**small_inputs(), kv_scale=torch.ones(2))  # type: ignore[arg-type]
+    assert (len(kernel.launches), recorded.launches) == (1, [])
 
 
 def test_the_op_chooses_a_split(recorded: RecordingKernel) -> None:
@@ -499,20 +543,16 @@ def test_the_grid_bounds_the_batch(recorded: RecordingKernel) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("model", [*BOTH_HEAD_DIMS, "group16"])
+@pytest.mark.parametrize("model", [*BOTH_HEAD_DIMS, "group16", "group16-kv8"])
 def test_kernel_compiles_to_its_instructions(model: str) -> None:
     """Tensor Cores, TMA and movmatrix, no access to local memory; the build itself refuses spills."""
     settings = BuildSettings.from_environment()
-    spec = (
-        attention_decode_spec(Heads(32, 2, 64), get_precision("bf16"))
-        if model == "group16"
-        else make_plan(load_config(model), "bf16").attention_decode
-    )
+    spec = models.tested_plan(model).attention_decode
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
     steps, head_tiles = spec.heads.head_dim // 16, -(-spec.heads.group // 8)
     assert occurrences(counts, "HMMA.16816.F32.BF16") == 2 * steps * head_tiles
-    assert occurrences(counts, "LDSM") == 2 * steps
+    assert occurrences(counts, "LDSM") == 2 * steps * spec.element.bits // 16  # sixteen bytes of each of 32 rows
     assert occurrences(counts, "UTMALDG") > 0
     assert occurrences(counts, "MOVM") == 2 * head_tiles
     assert occurrences(counts, "LDL") == occurrences(counts, "STL") == 0
@@ -521,4 +561,5 @@ def test_kernel_compiles_to_its_instructions(model: str) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Emulate) -> None:
     """The kernel's source, run on the host thread by thread: layouts, masks, the ring's protocol, the combine."""
-    assert emulate("attention_decode").count("allowed error\n") == 13
+    printed = emulate("attention_decode", "attention_decode_pages", "e4m3_operand")
+    assert printed.count("allowed error\n") == 2 * 13

@@ -20,19 +20,20 @@ from futransformer.build.toolchain import find_cutlass_include, find_host_compil
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import BF16, E4M3_MAX, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, PRECISIONS, Element, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionPrefillSpec, Heads
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_prefill
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.interface import Ops
-from futransformer.reference import ReferenceOps, allowed_error, largest_error
-from tests.ops.fp8 import E4M3_ROUNDING, check_fp8_statistics, fp8_output
+from futransformer.reference import ReferenceOps, allowed_error, as_bytes, largest_error
+from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, check_fp8_statistics, fp8_output, stored_kv, worth_of_kv
 
 MODELS = ("smollm2-135m", "llama-2-7b", "llama-3.1-8b", "llama-3-70b", "group16")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
-EVERY_OUTPUT = BOTH_HEAD_DIMS + FP8_MODELS
+KV8_MODELS = ("smollm2-135m-kv8", "llama-3.1-8b-kv8", "group16-kv8")  # of these the second writes FP8
+EVERY_OUTPUT = BOTH_HEAD_DIMS + FP8_MODELS + KV8_MODELS[:2]
 ROUNDING = 2.0**-9  # of BF16, relative
 
 RAGGED = (0, 1, 17, 63, 64, 65, 0, 127, 128, 129, 1088, 0)
@@ -79,13 +80,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
 class Problem:
     """Sequences of (queries, keys) tokens in shuffled pages, with NaN and garbage wherever nothing may be read.
 
-    With ``fp8`` the result is written in FP8, and beyond 2 it saturates: where a query sees few keys.
+    With ``fp8`` the result is written in FP8, and beyond 2 it saturates: where a query sees few keys. With ``codes``
+    the pages hold E4M3; ``keys`` and ``values`` are what these are worth.
     """
 
     def __init__(
-        self, ops: Ops, heads: Heads, lengths: Sequence[tuple[int, int]], seed: int = 0, *, fp8: bool = False
+        self,
+        ops: Ops,
+        heads: Heads,
+        lengths: Sequence[tuple[int, int]],
+        seed: int = 0,
+        *,
+        fp8: bool = False,
+        codes: bool = False,
     ) -> None:
         self.ops, self.heads, self.lengths, self.fp8 = ops, heads, tuple(lengths), fp8
+        self.kv_scale = torch.tensor(KV_SCALE, device=ops.device) if codes else None
         device, kv_shape = ops.device, (heads.num_key_value_heads, heads.head_dim)
         sequences = []
         for index, (queries, keys) in enumerate(
@@ -93,8 +103,12 @@ class Problem:
         ):  # a sequence's values depend on nothing but its place and length
             generator = torch.Generator(device).manual_seed(1000 * seed + index)
             q = torch.randn(queries, heads.q_features, generator=generator, device=device)
-            k, v = (torch.randn(keys, *kv_shape, generator=generator, device=device) for _ in range(2))
-            sequences.append((q.bfloat16(), k.bfloat16(), v.bfloat16()))
+            drawn = [torch.randn(keys, *kv_shape, generator=generator, device=device) for _ in range(2)]
+            k, v = (
+                worth_of_kv(stored_kv(values, self.kv_scale, part), self.kv_scale, part)
+                for part, values in enumerate(drawn)
+            )
+            sequences.append((q.bfloat16(), k, v))
         qs, self.keys, self.values = (list(tensors) for tensors in zip(*sequences, strict=True))
         self.q = torch.cat(qs)
         self.offsets = torch.tensor([0, *(queries for queries, _ in lengths)]).cumsum(0).tolist()
@@ -106,9 +120,8 @@ class Problem:
         spare = 5
         shuffled = torch.randperm(sum(pages) + spare, generator=generator).tolist()
         shape = (len(shuffled), heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
-        self.k_pages, self.v_pages = (
-            torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)
-        )
+        dtype = torch.bfloat16 if self.kv_scale is None else torch.float8_e4m3fn
+        self.k_pages, self.v_pages = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
         # Past a sequence's end: pages of NaN, and numbers that are no page at all.
         nan_pages = [shuffled.pop() for _ in range(spare)]
         garbage = torch.tensor([*nan_pages, -1, 2**31 - 1, -(2**31)], dtype=torch.int32)
@@ -118,9 +131,9 @@ class Problem:
             for index in range(count):
                 page, first = shuffled.pop(), index * PAGE_SIZE
                 block_table[sequence, index] = page
-                for cache, dense in ((self.k_pages, self.keys), (self.v_pages, self.values)):
-                    rows = dense[sequence][first : first + PAGE_SIZE]
-                    cache[page, :, : rows.shape[0]] = rows.transpose(0, 1)
+                for part, (cache, dense) in enumerate(((self.k_pages, self.keys), (self.v_pages, self.values))):
+                    rows = stored_kv(dense[sequence][first : first + PAGE_SIZE], self.kv_scale, part)
+                    as_bytes(cache)[page, :, : rows.shape[0]] = as_bytes(rows.transpose(0, 1))
         self.block_table = block_table.to(device)
 
     def run(self) -> Tensor:
@@ -143,6 +156,7 @@ class Problem:
                 max_seqlen_q=max(queries for queries, _ in self.lengths),
                 out=out,
                 fp8=fp8 if self.fp8 else None,
+                kv_scale=self.kv_scale,
             )
         assert room[:64].float().isnan().all(), "rows before the output were written"
         assert room[64 + rows :].float().isnan().all(), "rows behind the output were written"
@@ -192,18 +206,18 @@ def on_gpu(gpu_ops: GpuOps, model: str, lengths: Sequence[tuple[int, int]]) -> P
     """A problem for the generated kernel of a model."""
     ops = gpu_ops(model)
     spec = ops.plan.attention_prefill
-    return Problem(ops, spec.heads, lengths, fp8=spec.fp8_out)
+    return Problem(ops, spec.heads, lengths, fp8=spec.fp8_out, codes=spec.element == E4M3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS + FP8_MODELS)
+@pytest.mark.parametrize("model", MODELS + FP8_MODELS + KV8_MODELS)
 def test_ragged_prompts(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, [(length, length) for length in RAGGED])
     problem.check(problem.run())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS + FP8_MODELS)
+@pytest.mark.parametrize("model", MODELS + FP8_MODELS + KV8_MODELS)
 def test_later_turns(gpu_ops: GpuOps, model: str) -> None:
     problem = on_gpu(gpu_ops, model, LATER_TURNS)
     problem.check(problem.run())
@@ -240,7 +254,7 @@ def test_neighbours_do_not_matter(gpu_ops: GpuOps, model: str) -> None:
         problem.part(problem.q, 1).fill_(torch.nan)
         for index in range(-(-middle[1] // PAGE_SIZE)):
             for pages in (problem.k_pages, problem.v_pages):
-                pages[problem.block_table[1, index]] = torch.nan
+                pages[int(problem.block_table[1, index])].fill_(torch.nan)
         out = problem.run()
         assert problem.part(out, 1).isnan().all()
         for sequence in (0, 2):
@@ -250,7 +264,7 @@ def test_neighbours_do_not_matter(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1])
 def test_large_scores(gpu_ops: GpuOps, model: str) -> None:
     """Queries of 100: scores of some thousands, whose exponentials overflow without the maximum."""
     problem = on_gpu(gpu_ops, model, [(300, 300), (129, 1000), (1, 1)])
@@ -261,7 +275,7 @@ def test_large_scores(gpu_ops: GpuOps, model: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1])
 def test_peaked_scores(gpu_ops: GpuOps, model: str) -> None:
     """Queries of 5: a few keys make up a row, and the largest weight has to be exactly 1, which BF16 does not round."""
     problem = on_gpu(gpu_ops, model, [(300, 300), (600, 1500), (129, 1000)])
@@ -294,9 +308,15 @@ def test_many_prompts(gpu_ops: GpuOps, model: str) -> None:
 def test_long_context_of_ones(gpu_ops: GpuOps, model: str) -> None:
     """Over 32k tokens with V = 1 the weights must sum to 1: no drift of the running sum or of its corrections."""
     problem = on_gpu(gpu_ops, model, [(200, 32_768), (130, 32_700)])
-    problem.v_pages.masked_fill_(~problem.v_pages.isnan(), 1)
+    one = torch.ones(1) if problem.kv_scale is None else 1 / problem.kv_scale[1:].cpu()
+    code = one.to(problem.v_pages.dtype)
+    is_nan = problem.v_pages.float().isnan()
+    as_bytes(problem.v_pages)[~is_nan] = as_bytes(code).to(problem.v_pages.device)
+    want = code.float().item() / one.item()
     out = problem.run().float()
-    assert (out - 1).abs().max() <= 2 * ROUNDING
+    # at a scale of 2 / 448, 1 is the code 224
+    rounding = abs(torch.tensor(want * 224).to(torch.float8_e4m3fn).float().item() / 224 - want) if problem.fp8 else 0
+    assert (out - want).abs().max() <= 2 * ROUNDING + rounding
 
 
 @pytest.mark.gpu
@@ -310,13 +330,14 @@ def test_a_sequence_longer_than_its_block_table_is_nan(gpu_ops: GpuOps, model: s
     assert problem.part(out, 2).isfinite().all()
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.2-1b"])
-def test_reference(model: str, fp8: bool) -> None:
+def test_reference(model: str, fp8: bool, codes: bool) -> None:
     """The PyTorch operation passes what the kernel must pass."""
     config = load_config(model)
     lengths = [(0, 0), (1, 1), (65, 65), (17, 81), (300, 363), (3, 130)]
-    problem = Problem(ReferenceOps(config), config.heads, lengths, fp8=fp8)
+    problem = Problem(ReferenceOps(config), config.heads, lengths, fp8=fp8, codes=codes)
     problem.check(problem.run())
 
 
@@ -332,7 +353,10 @@ def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
     for tile_n, stages in ((128, 2), (64, 2), (64, 4)):
         spec = prefill_spec(heads=heads, tile_n=tile_n, stages=stages)
         tiles = 2 * 128 + 2 * stages * tile_n  # of Q, K and V, in rows
-        assert spec.shared_bytes == tiles * heads.head_dim * 2 + 4 * 32 + 8 * (2 * 2 + 4 * stages)
+        plain = tiles * heads.head_dim * 2 + 4 * 32 + 8 * (2 * 2 + 4 * stages)
+        assert spec.shared_bytes == plain
+        of_codes = prefill_spec(heads=heads, tile_n=tile_n, stages=stages, element=E4M3)
+        assert of_codes.shared_bytes == -(-plain // 1024) * 1024 + 2 * (tile_n * heads.head_dim + 8 * 2 + 4)
         assert str(heads) in spec.name
         assert f"128x{tile_n}_s{stages}_causal" in spec.name
 
@@ -342,6 +366,7 @@ def test_every_head_geometry_has_a_legal_spec(model: str) -> None:
     [
         ({"heads": Heads(32, 8, 96)}, "head_dim must be 64 or 128"),
         ({"heads": Heads(32, 5, 64)}, "divide evenly"),
+        ({"element": Element("int4", "uint8_t", 4)}, "pages hold BF16 or E4M3"),
         ({"tile_m": 64}, "tile_m must be 128"),
         ({"tile_n": 96}, "tile_n must be 64 or 128"),
         ({"tile_n": 256}, "tile_n must be 64 or 128"),
@@ -357,8 +382,8 @@ def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> Non
 class RecordingKernel:
     """Stands in for a loaded kernel on the CPU: remembers its launches."""
 
-    def __init__(self, heads: Heads, *, fp8_out: bool = False) -> None:
-        self.spec = prefill_spec(heads=heads, fp8_out=fp8_out)
+    def __init__(self, heads: Heads, *, fp8_out: bool = False, element: Element = BF16) -> None:
+        self.spec = prefill_spec(heads=heads, fp8_out=fp8_out, element=element)
         self.device = torch.device("cpu")
         self.sm_count = 20
         self.launches: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
@@ -426,6 +451,26 @@ def test_an_fp8_result_is_written_as_its_output_says(recorded: RecordingKernel) 
             attention(**{**inputs, "fp8": fp8, **changes})
     with pytest.raises(InputError, match="attention_prefill: the kernel writes no FP8: leave fp8 out"):
         AttentionPrefill(recorded)(**inputs, fp8=fp8)  # type: ignore[arg-type]
+    assert (len(kernel.launches), recorded.launches) == (1, [])
+
+
+def test_pages_of_codes(recorded: RecordingKernel) -> None:
+    """A page is one box of 128 columns; codes come with their scales."""
+    kernel, inputs = RecordingKernel(Heads(8, 2, 64), element=E4M3), small_inputs()
+    inputs |= {name: inputs[name].to(torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+    kv_scale = torch.tensor(KV_SCALE)
+    attention = AttentionPrefill(kernel)  # type: ignore[arg-type]
+    attention(**inputs, kv_scale=kv_scale)
+    ((_, arguments),) = kernel.launches
+    assert list(arguments) == [param.name for param in kernel.spec.params]
+    for name in ("k_pages", "v_pages"):
+        assert (arguments[name].shape, arguments[name].box) == ((6 * 2 * PAGE_SIZE // 2, 128), (PAGE_SIZE // 2, 128))
+    assert (arguments["q"].shape, arguments["q"].box) == ((300, 512), (128, 64))
+    assert arguments["kv_scale"] is kv_scale
+    with pytest.raises(InputError, match="attention_prefill: the cache of this kernel holds codes and needs kv_scale"):
+        attention(**inputs)
+    with pytest.raises(InputError, match=r"attention_prefill: k_pages must be torch\.bfloat16"):
+        AttentionPrefill(recorded)(**inputs, kv_scale=kv_scale)  # type: ignore[arg-type]
     assert (len(kernel.launches), recorded.launches) == (1, [])
 
 
@@ -521,6 +566,12 @@ def test_schedule_in_the_emulator(emulate: Callable[[str], str]) -> None:
 def test_outputs_in_the_emulator(emulate: Callable[..., str]) -> None:
     """Every feature at its place in BF16 and in FP8; maxima and counts of the rows that are stored, of no others."""
     assert emulate("attention_prefill_output", "epilogue", "epilogue_fp8") == ""
+
+
+@pytest.mark.compile
+def test_converters_in_the_emulator(emulate: Callable[..., str]) -> None:
+    """Every code becomes the operand of its value, at its place, in rings that turn."""
+    assert emulate("attention_prefill_codes", "attention_code_tiles", "e4m3_operand") == ""
 
 
 @pytest.mark.compile

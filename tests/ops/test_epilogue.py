@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_specs
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import E4M3, E4M3_MAX, Precision, get_precision
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
@@ -29,6 +29,7 @@ from tests.ops.tolerance import e4m3_step
 
 BF16, FP8, GAIN = get_precision("bf16"), get_precision("fp8"), get_precision("int4-gain")
 BY_CHANNEL = replace(FP8, weight_scales="channel")
+KV8, FP8_KV8 = get_precision("bf16-kv8"), get_precision("fp8-kv8")
 ROWS = (1, 17, 37)  # of the 48 that three warps of the prefill hold
 ROOM = 3  # rows behind the last: nobody may write them
 
@@ -44,6 +45,9 @@ CHAINS: dict[str, tuple[Phase, Precision]] = {
     "decode-gain": ("decode", GAIN),
     "prefill-fp8-tensor": ("prefill", FP8),
     "prefill-fp8-channel": ("prefill", BY_CHANNEL),
+    "prefill-kv8": ("prefill", KV8),
+    "decode-kv8": ("decode", KV8),
+    "prefill-fp8-kv8": ("prefill", FP8_KV8),
 }
 
 
@@ -91,6 +95,8 @@ class Problem:
         self.scale: Tensor | None = None
         if precision.prefill == E4M3:
             self._quantise(precision)
+        # some of K and V, which are about 1, lie beyond 448 of these: 1.8 and 1.3
+        self.kv_scale = torch.tensor([0.004, 0.003]) if precision.kv == E4M3 else None
         angles = torch.rand(99, config.head_dim // 2, generator=generator) * 6.283
         self.rope_table = torch.stack([angles.cos(), angles.sin()], -1).contiguous()
         self.positions = torch.randint(99, (rows,), generator=generator, dtype=torch.int32)
@@ -143,15 +149,20 @@ class Problem:
             files["scale"] = pack_scale(self.op, self.scale)
             files["out_fp8"] = poisoned(room, columns, dtype=torch.float8_e4m3fn)
             files |= {"out_scale": fp8.scale, "amax": fp8.amax, "saturated": fp8.saturated}
+        if self.kv_scale is not None:
+            pages = {name: poisoned(*self.page_shape, dtype=torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+            files |= {"kv_scale": self.kv_scale, **pages}
         return files
 
     def reference(self, phase: Phase) -> dict[str, Tensor]:
         """What the chain must have written, with the room behind it."""
         ops, weight = ReferenceOps(self.config), self.logical.float()
         if self.op == "qkv":
-            k_pages, v_pages = (torch.full(self.page_shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+            # codes that are not rounded
+            dtype = torch.bfloat16 if self.kv_scale is None else torch.float32
+            k_pages, v_pages = (torch.full(self.page_shape, torch.nan, dtype=dtype) for _ in range(2))
             row_state = (self.rope_table, self.positions, self.slots, k_pages, v_pages)
-            q = ops.qkv("prefill", self.x, self.sumsq, weight, *row_state, scale=self.scale)
+            q = ops.qkv("prefill", self.x, self.sumsq, weight, *row_state, scale=self.scale, kv_scale=self.kv_scale)
             return {"q": with_room(q), "k_pages": k_pages, "v_pages": v_pages}
         if self.scale is not None:
             return self._fp8_reference()
@@ -191,8 +202,10 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
         assert torch.equal(actual.isnan(), poison), f"{name}: written where nothing may be, or not written"
         actual, want = (tensor.float().masked_fill(poison, 0) for tensor in (actual, want))  # noqa: PLW2901
         unit = 2.0**-21 * want.abs()
-        if name == "out_fp8":
+        if name == "out_fp8" or (problem.kv_scale is not None and name in ("k_pages", "v_pages")):
             unit = e4m3_step(want) / 2
+            if name != "out_fp8":
+                assert (want.abs() == E4M3_MAX).any(), f"the problem saturates nothing of {name}"
         elif name == "saturated":
             assert want > EARLIER_COUNT, "the problem saturates nothing"
             unit = torch.zeros_like(want)
@@ -217,8 +230,9 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
     cases = [
         (Problem(config, op, rows, precision), spec)
         for op in OPS_OF[head_dim]
-        if (op != "lm_head" or precision is BF16)  # the head is BF16 in either
-        and (op in ("o", "down") or not precision.gain_in_x)  # the others' chains are those of BF16
+        # the head is BF16 in all, and a gain belongs to what o and down write
+        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision is BF16)))
+        and (op in ("o", "down") or not precision.gain_in_x)
         for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))
     ]

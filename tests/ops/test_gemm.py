@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from futransformer.generator.config import load_config
+from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import MAX_ROWS, gemm_specs
 from futransformer.generator.plan import make_plan, projections
@@ -19,15 +19,18 @@ from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, get_precisio
 from futransformer.generator.schedules import SHIPPED
 from futransformer.generator.specs import GemmSpec, Tile
 from futransformer.library import KernelLibrary
+from futransformer.model import PHASES
 from futransformer.ops import gemm
 from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error, sums_error
-from tests.ops.fp8 import E4M3_ROUNDING, UNBOUNDED, check_fp8_statistics, fp8_output, quantised, unbounded
+from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, UNBOUNDED, check_fp8_statistics, fp8_output, quantised, unbounded
+from tests.ops.stand_in import stand_in_library
 from tests.ops.tolerance import worst_block
 
 BF16_MODELS, FP8_MODELS = ("smollm2-135m", "llama-3.1-8b"), ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
 MODELS = BF16_MODELS + FP8_MODELS
 CASES = [*product(BF16_MODELS, PROJECTIONS), *product(FP8_MODELS, [op for op in PROJECTIONS if op != "lm_head"])]
+TINY = LlamaConfig("tiny", 128, 192, 1, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 ROWS = (1, 2, 3, 16, 17, 64, 65, 127, 129, 256, 1088)
 BF16_PRECISION = get_precision("bf16")
 
@@ -36,7 +39,7 @@ class Problem:
     """Random inputs of one projection at ``rows`` rows, and the reference's answers to them.
 
     Where the phase's GEMMs read FP8 the operands are codes, to kernels and reference alike, and of an FP8 result the
-    largest 30 % of the range lie beyond the largest code.
+    largest 30 % of the range lie beyond the largest code. Where pages hold codes, a few of K and V do.
     """
 
     def __init__(self, ops: KernelLibrary, op: Projection, rows: int, phase: Phase = "prefill") -> None:
@@ -65,6 +68,7 @@ class Problem:
             self.slots[1] = -1
         self.scale: Tensor | None = None  # of the sums, for the logical weight's rows
         self.out_scale: Tensor | None = None
+        self.kv_scale = torch.tensor(KV_SCALE, device=device) if ops.precision.kv == E4M3 else None
         if ops.precision.prefill == E4M3 and phase == "prefill" and op != "lm_head":
             self._quantise()
         self.weight = ops.pack(op, phase, self.logical)
@@ -93,7 +97,9 @@ class Problem:
             options["fp8"] = fp8 = fp8_output(self.out_scale if out_scale is None else out_scale)
             written = {"amax": fp8.amax, "saturated": fp8.saturated}
         if self.op == "qkv":
-            k_pages, v_pages = self.poisoned_pages(dtype)
+            in_codes = self.kv_scale is not None and dtype == torch.bfloat16
+            k_pages, v_pages = self.poisoned_pages(torch.float8_e4m3fn if in_codes else dtype)
+            options["kv_scale"] = self.kv_scale
             state = (self.rope_table, self.positions, self.slots, k_pages, v_pages)
             q = ops.qkv(phase, self.x, self.sumsq, weight, *state, **options)
             return {"q": q, "k_pages": k_pages, "v_pages": v_pages}
@@ -137,7 +143,9 @@ def check_against_reference(problem: Problem, outputs: dict[str, Tensor]) -> Non
             torch.testing.assert_close(outputs[name].sum(1), want[name].sum(1), rtol=rtol, atol=0)
             continue
         actual, wanted, rounded = (tensors[name].float() for tensors in (outputs, want, same_dtype))
-        is_fp8 = problem.out_scale is not None and name in ("x", "h")
+        is_fp8 = (
+            problem.kv_scale is not None if "pages" in name else problem.out_scale is not None and name in ("x", "h")
+        )
         if is_fp8:  # a common scale changes nothing about errors that are relative to the largest value
             wanted = wanted.clamp(-E4M3_MAX, E4M3_MAX)
         assert torch.equal(actual.isnan(), wanted.isnan())
@@ -172,6 +180,26 @@ def test_projection(gpu_ops: Callable[[str], KernelLibrary], model: str, op: Pro
     outputs = problem.run(problem.ops)
     check_against_reference(problem, outputs)
     assert_same_bits(outputs, problem.run(problem.ops), "two runs differ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("model", ["smollm2-135m-kv8", "llama-3.1-8b-kv8"])
+def test_qkv_writes_codes(gpu_ops: Callable[[str], KernelLibrary], model: str, phase: Phase, rows: int) -> None:
+    problem = Problem(gpu_ops(model), "qkv", rows, phase)
+    outputs = problem.run(problem.ops)
+    check_against_reference(problem, outputs)
+    assert_same_bits(outputs, problem.run(problem.ops), "two runs differ")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("precision", ["bf16-kv8", "fp8-kv8"])
+def test_qkv_writes_codes_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str, phase: Phase) -> None:
+    problem = Problem(stand_in_library(TINY, monkeypatch, precision=precision), "qkv", 17, phase)
+    outputs = problem.run(problem.ops)
+    assert outputs["v_pages"].dtype == torch.float8_e4m3fn
+    check_against_reference(problem, outputs)
 
 
 @pytest.mark.gpu

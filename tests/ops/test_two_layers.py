@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
@@ -16,25 +15,30 @@ from torch import Tensor
 
 from futransformer.blocks import BlockScales, DecodePass, LayerWeights, Packed, PrefillPass, llama_block
 from futransformer.checkpoint import rope_table
+from futransformer.fp8_scaling import READERS, block_scales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3_MAX, INT4, Granularity, Precision, get_precision
+from futransformer.generator.precision import E4M3, E4M3_MAX, INT4, Granularity, Precision, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
+from futransformer.layer_parts import HALF_OF, Part, Parts, parse_parts
 from futransformer.library import KernelLibrary
 from futransformer.model import Llama, LlamaWeights
 from futransformer.ops.interface import Fp8Output, Ops, Projection
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
-from tests.ops.fp8 import E4M3_ROUNDING, fp8_output, quantised, unbounded
+from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 
 # hidden_size 2048, 3072, 5120, 8192, and one that is no power of two
 EVERY_WIDTH = ("group16", "llama-3.2-3b", "group5", "llama-3-70b", "odd")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
+KV8_MODELS = ("smollm2-135m-kv8", "group16-kv8")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
 INT4_MODELS = ("smollm2-135m-int4-g32-asym", "llama-3.1-8b-int4")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
+# every kind of neighbours: BF16 first and last, FP8 after it within a layer and across layers, and nothing but BF16
+SOME_IN_BF16 = ("0.attention", "0.mlp", "1.attention", "1.mlp", "0", "0.mlp, 1.attention", "0, 1")
 
 LENGTHS = (1, 17, 129, 300)
 STEPS = 300  # of decode: every sequence crosses several pages
@@ -84,10 +88,13 @@ class RandomModel:
         ]
         return LlamaWeights(self.embedding, self.rope_table, layers, pack("lm_head", self.lm_head))
 
-    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024) -> Llama:
-        """The model with a cache of its own, all of it NaN."""
+    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024, *, codes: bool = False) -> Llama:
+        """The model with a cache of its own, all of it NaN; of ``codes``, which the exact reference does not round."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
-        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype)
+        scales = torch.tensor([KV_SCALE, KV_SCALE[::-1]]) if codes else None
+        if codes and dtype == torch.bfloat16:
+            dtype = torch.float8_e4m3fn
+        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype, scales=scales)
         cache.pool.fill_(torch.nan)
         return Llama(self.config, ops, weights, cache)
 
@@ -100,8 +107,9 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
     random = RandomModel(ops.config, ops.device, ops.precision)
     references = [ReferenceOps(ops.config, device=ops.device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     shared = random.weights(references[0])  # float32, whatever is rounded
-    exact, rounded = (random.on(reference, shared) for reference in references)
-    ours = random.on(ops, random.weights(ops))
+    codes = ops.precision.kv == E4M3
+    exact, rounded = (random.on(reference, shared, codes=codes) for reference in references)
+    ours = random.on(ops, random.weights(ops), codes=codes)
     generator = torch.Generator().manual_seed(2)
 
     def tokens(count: int) -> list[int]:
@@ -119,12 +127,12 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", EVERY_WIDTH + INT4_MODELS)
+@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + INT4_MODELS)
 def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int4", "int4-g32-asym"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8", "int4", "int4-g32-asym"])
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 
@@ -135,11 +143,18 @@ def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str)
 class Fp8Prefill:
     """Prompts through two layers whose GEMMs read FP8: weights in codes, and a scale for each of nine results.
 
-    Result 4 l + i is read by projection i of layer l; the last is read by nobody.
+    Result 4 l + i is read by projection i of layer l; the last is read by nobody. Parts in ``bf16`` read BF16.
     """
 
-    def __init__(self, random: RandomModel, granularity: Granularity, lengths: Sequence[int], device: torch.device):
-        self.random, self.lengths, self.device = random, lengths, device
+    def __init__(
+        self,
+        random: RandomModel,
+        granularity: Granularity,
+        lengths: Sequence[int],
+        device: torch.device,
+        bf16: Parts = frozenset(),
+    ) -> None:
+        self.random, self.lengths, self.device, self.bf16 = random, lengths, device, bf16
         self.layers = [
             {op: quantised(weight, by_row=granularity == "channel") for op, weight in layer.items()}
             for layer in random.layers
@@ -168,8 +183,9 @@ class Fp8Prefill:
         blocks = [self._block(ops, index, results) for index in range(len(self.layers))]
         lm_head = ops.pack("lm_head", "prefill", self.random.lm_head)
         everything = torch.arange(sum(self.lengths), device=device, dtype=torch.int32)
+        first = None if Part(0, "attention") in self.bf16 else results[0]
         with ops.chain():
-            stream = ops.gather_rows("prefill", self.random.embedding, self.tokens, fp8=results[0])
+            stream = ops.gather_rows("prefill", self.random.embedding, self.tokens, fp8=first)
             for index, (weights, scales) in enumerate(blocks):
                 pages = cache.layer(index)
                 stream = llama_block(ops, weights, stream, rows, self.random.rope_table, *pages, scales)
@@ -178,32 +194,39 @@ class Fp8Prefill:
 
     def _block(self, ops: Ops, index: int, results: Sequence[Fp8Output]) -> tuple[LayerWeights, BlockScales]:
         layer = self.layers[index]
-        x, attended, middle, h, end = results[4 * index : 4 * index + 5]
         packed: dict[str, Packed] = {}
-        sums: dict[str, Tensor] = {}
-        for op, read in (("qkv", x), ("o", attended), ("gate_up", middle), ("down", h)):
+        sums: list[Tensor] = []
+        for read, op in zip(results[4 * index :], READERS, strict=False):
             codes, scale = layer[op]
-            packed[op] = {"prefill": ops.pack(cast(Projection, op), "prefill", codes)}
-            sums[op] = ops.pack_scale(cast(Projection, op), read.scale * scale)
-        return LayerWeights(**packed), BlockScales(**sums, attended=attended, middle=middle, h=h, end=end)
+            plain = Part(index, HALF_OF[op]) in self.bf16
+            weight = self.random.layers[index][op] if plain else codes
+            packed[op] = {"prefill": ops.pack(op, "prefill", weight)}
+            sums.append(ops.pack_scale(op, read.scale * scale))
+        order = torch.arange(sum(self.lengths), device=self.device, dtype=torch.int32)
+        scales = block_scales(index, self.bf16, sums, results[4 * index : 4 * index + 5], order)
+        return LayerWeights(**packed), scales
 
 
-def check_fp8_prefill(ops: KernelLibrary, lengths: Sequence[int], repetitions: int = 1) -> None:
+def check_fp8_prefill(
+    ops: KernelLibrary, lengths: Sequence[int], repetitions: int = 1, bf16: Parts = frozenset()
+) -> None:
     """The two-times rule, with what is written in FP8 rounded and not; maxima and scales each of its own result.
 
     Kernels of a pass overlap, which must not show in any of the ``repetitions``.
     """
-    prefill = Fp8Prefill(RandomModel(ops.config, ops.device), ops.precision.weight_scales, lengths, ops.device)
+    prefill = Fp8Prefill(RandomModel(ops.config, ops.device), ops.precision.weight_scales, lengths, ops.device, bf16)
     exact, rounded = (ReferenceOps(ops.config, device=ops.device, dtype=d) for d in (torch.float32, torch.bfloat16))
     one = torch.ones(1, device=ops.device)
     unknown = prefill.results([unbounded(one)] * 9)  # which the exact reference does not mind: it rounds no code
     want = prefill.logits(exact, unknown)
-    scales = [result.amax / E4M3_MAX for result in unknown]
+    scales = [torch.where(result.amax > 0, result.amax / E4M3_MAX, 1) for result in unknown]
     own, same_type = prefill.results(scales), prefill.logits(rounded, prefill.results(scales))
     actual = prefill.logits(ops, own)
     error, allowed = largest_error(actual, want), allowed_error(same_type, want, ops.precision)
     assert error <= allowed, f"error {error:.3e}, allowed {allowed:.3e}"
     for index, (result, reference) in enumerate(zip(own, unknown, strict=True)):
+        if result.amax == reference.amax == 0:  # of parts in BF16
+            continue
         assert abs(result.amax / reference.amax - 1) <= 2 * E4M3_ROUNDING, f"result {index}: amax {result.amax.item()}"
     for _ in range(repetitions):
         again = prefill.results(scales)
@@ -219,6 +242,23 @@ def test_fp8_prefill(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: st
     check_fp8_prefill(ops, LENGTHS, repetitions=20)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", FP8_MODELS)
+@pytest.mark.parametrize("parts", SOME_IN_BF16)
+def test_fp8_prefill_with_parts_in_bf16(
+    gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str, parts: str
+) -> None:
+    ops = gpu_ops(model)
+    monkeypatch.delattr(ops._projections, "_empty")
+    check_fp8_prefill(ops, LENGTHS, repetitions=20, bf16=parse_parts(parts, 2))
+
+
+@pytest.mark.parametrize("parts", SOME_IN_BF16)
+def test_fp8_prefill_with_parts_in_bf16_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, parts: str) -> None:
+    ops = stand_in_library(TINY, monkeypatch, precision="fp8", mixed=True)
+    check_fp8_prefill(ops, (1, 17, 65), bf16=parse_parts(parts, 2))
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_fp8_prefill_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
     precision = replace(get_precision("fp8"), weight_scales=granularity)
@@ -232,7 +272,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
     """Steps replayed from graphs, across pages, have the bits of eager ones, and leave no counter behind."""
     random = RandomModel(ops.config, ops.device, ops.precision)
     weights = random.weights(ops)
-    eager, replayed = (random.on(ops, weights, 2048) for _ in range(2))
+    eager, replayed = (random.on(ops, weights, 2048, codes=ops.precision.kv == E4M3) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(ops.config.vocab_size, (start,), generator=generator).tolist() for start in STARTS]
     for model in (eager, replayed):
@@ -252,7 +292,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + INT4_MODELS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + INT4_MODELS)
 def test_replayed_steps_equal_eager_ones(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     ops = gpu_ops(model)
     monkeypatch.delattr(ops._projections, "_empty")  # filling outputs in between would keep launches from overlapping

@@ -17,17 +17,21 @@ from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, CheckpointError, InputError
 from futransformer.generator.precision import get_precision
+from futransformer.layer_parts import parse_parts
 from futransformer.model import Llama
 from futransformer.quantize import folder as folder_module
-from futransformer.quantize.folder import check_output, read_scales, sha256_of, write_folder
+from futransformer.quantize.folder import check_output, read_recipe, sha256_of, write_folder
+from futransformer.quantize.fp8 import quantize_weight
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.tokenizer import Tokenizer
 
 SCALES = ActivationScales.from_amax(torch.rand(9, generator=torch.Generator().manual_seed(0)) + 1)
+CODES = torch.zeros(2, 2, dtype=torch.float8_e4m3fn)
 CALIBRATION = {"text": "a.txt", "windows": 3}
 
 
-def write(source: Path, output: Path, *, force: bool = False, scales: ActivationScales = SCALES) -> Path:
-    write_folder(source, output, scales, get_precision("fp8"), CALIBRATION, force=force)
+def write(source: Path, output: Path, *, force: bool = False, scales: ActivationScales = SCALES, **recipe: Any) -> Path:
+    write_folder(source, output, Fp8Recipe(scales, **recipe), get_precision("fp8"), CALIBRATION, force=force)
     return output
 
 
@@ -37,14 +41,14 @@ def calibrated(tiny_base_model: Path, tmp_path: Path) -> Path:
 
 
 def test_scales_come_back_as_they_were_written(tiny_base_model: Path, calibrated: Path) -> None:
-    read = read_scales(calibrated, load_config(calibrated))
+    read = read_recipe(calibrated, load_config(calibrated)).scales
     assert torch.equal(read.scale, SCALES.scale)
     assert torch.equal(read.amax, SCALES.amax)
     model = Llama.from_pretrained(calibrated, precision="fp8", device="cpu", cache_tokens=256)
     assert model.scaling is not None
     assert torch.equal(model.scaling.scale(), SCALES.scale)
     given = Llama.from_pretrained(
-        tiny_base_model, precision="fp8", device="cpu", cache_tokens=256, activation_scales=SCALES
+        tiny_base_model, precision="fp8", device="cpu", cache_tokens=256, recipe=Fp8Recipe(SCALES)
     )
     assert torch.equal(model.prefill([[1, 2, 3]]), given.prefill([[1, 2, 3]]))
 
@@ -55,7 +59,7 @@ def test_the_folder_is_the_model_and_says_what_it_is(tiny_base_model: Path, cali
     for path in tiny_base_model.iterdir():
         assert (calibrated / path.name).read_bytes() == path.read_bytes()
     said = json.loads((calibrated / "futransformer.json").read_text())
-    assert said["format"] == 1
+    assert said["format"] == 2
     assert said["precision"] == {
         "name": "fp8",
         "prefill": "e4m3",
@@ -65,6 +69,7 @@ def test_the_folder_is_the_model_and_says_what_it_is(tiny_base_model: Path, cali
         "weight_scales": "tensor",
     }
     assert said["fp8_scales"] == {"file": "fp8_scales.safetensors", **CALIBRATION}
+    assert (said["bf16_layers"], said["fp8_weights"]) == ("", None)
     assert said["sha256"] == {name: sha256_of(calibrated / name) for name in names - {"futransformer.json"}}
     load_checkpoint(calibrated, load_config(calibrated))
     Llama.from_pretrained(calibrated, device="cpu", cache_tokens=64)  # in BF16, as any other
@@ -114,6 +119,45 @@ def test_shards_and_symbolic_links_are_carried(tiny_base_model: Path, tmp_path: 
     assert model.prefill([[1, 2]]).isfinite().all()
 
 
+def test_parts_in_bf16_come_back(tiny_base_model: Path, tmp_path: Path) -> None:
+    bf16 = parse_parts("0.mlp, 1.attention", 2)
+    out = write(tiny_base_model, tmp_path / "out", bf16=bf16)
+    assert json.loads((out / "futransformer.json").read_text())["bf16_layers"] == "0.mlp, 1.attention"
+    assert read_recipe(out, load_config(out)).bf16 == bf16
+    model = Llama.from_pretrained(out, precision="fp8", device="cpu", cache_tokens=256)
+    recipe = Fp8Recipe(SCALES, bf16)
+    given = Llama.from_pretrained(tiny_base_model, precision="fp8", device="cpu", cache_tokens=256, recipe=recipe)
+    assert torch.equal(model.prefill([[1, 2, 3]]), given.prefill([[1, 2, 3]]))
+
+
+def test_fp8_weights_come_back(tiny_base_model: Path, tmp_path: Path) -> None:
+    """Some of them: the others are rounded to nearest."""
+    layer = load_checkpoint(tiny_base_model, load_config(tiny_base_model)).layer(1)
+    weights = {(1, "down"): quantize_weight("down", layer.down.flip(0), "tensor")}
+    out = write(tiny_base_model, tmp_path / "out", weights=weights)
+    said = json.loads((out / "futransformer.json").read_text())
+    assert said["fp8_weights"] == {"file": "fp8_weights.safetensors"}
+    assert said["sha256"]["fp8_weights.safetensors"] == sha256_of(out / "fp8_weights.safetensors")
+    assert (out / "fp8_weights.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+    read = read_recipe(out, load_config(out)).weights
+    assert list(read) == list(weights)
+    assert torch.equal(read[1, "down"].codes.float(), weights[1, "down"].codes.float())
+    common: dict[str, Any] = {"device": "cpu", "cache_tokens": 256}
+    plain = Llama.from_pretrained(out, precision="fp8", recipe=Fp8Recipe(SCALES), **common)
+    flipped = Llama.from_pretrained(out, precision="fp8-promoted", **common)
+    rounded = [layer.down["prefill"] for layer in plain.weights.layers]
+    assert torch.equal(flipped.weights.layers[1].down["prefill"], rounded[1].flip(0))
+    assert [scale.numel() for scale in flipped.weights.scales[-4:]] == [512, 128, 384, 128]
+
+
+def test_format_1_is_read(calibrated: Path) -> None:
+    """Which named neither parts in BF16 nor FP8 weights."""
+    rewrite(calibrated, lambda c: [c.update(format=1), c.pop("bf16_layers"), c.pop("fp8_weights")])
+    recipe = read_recipe(calibrated, load_config(calibrated))
+    assert torch.equal(recipe.scales.scale, SCALES.scale)
+    assert (recipe.bf16, dict(recipe.weights)) == (frozenset(), {})
+
+
 # Refusals before it is written
 
 
@@ -125,7 +169,7 @@ def test_what_lies_there_is_kept_unless_it_may_be_replaced(tiny_base_model: Path
     assert (calibrated / "futransformer.json").read_bytes() == before
     (calibrated / "left.txt").write_text("of the old one")
     write(tiny_base_model, calibrated, scales=other, force=True)
-    assert torch.equal(read_scales(calibrated, load_config(calibrated)).amax, other.amax)
+    assert torch.equal(read_recipe(calibrated, load_config(calibrated)).scales.amax, other.amax)
     assert not (calibrated / "left.txt").exists()
     assert [path.name for path in calibrated.parent.iterdir()] == [calibrated.name]
 
@@ -177,7 +221,7 @@ def test_a_link_leads_to_where_the_folder_is_written(tiny_base_model: Path, tmp_
     assert (disk / "out" / "futransformer.json").is_file()
     other = ActivationScales.from_amax(SCALES.amax * 2)
     write(tiny_base_model, link, force=True, scales=other)
-    assert torch.equal(read_scales(disk / "out", load_config(link)).amax, other.amax)
+    assert torch.equal(read_recipe(disk / "out", load_config(link)).scales.amax, other.amax)
     assert [path.name for path in disk.iterdir()] == ["out"]
 
 
@@ -189,7 +233,7 @@ def test_whoever_may_read_the_config_may_read_the_scales(calibrated: Path) -> No
 def test_an_empty_folder_will_do_and_so_will_one_yet_to_be_made(tiny_base_model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for output in (tmp_path / "empty", tmp_path / "deep" / "below"):
-        read_scales(write(tiny_base_model, output), load_config(output))
+        read_recipe(write(tiny_base_model, output), load_config(output))
 
 
 @pytest.mark.parametrize("step", ["_link_or_copy", "sha256_of", "publish"])
@@ -207,7 +251,7 @@ def test_a_half_written_folder_is_none(
             write(tiny_base_model, output, force=force)
     assert [path.name for path in calibrated.parent.iterdir()] == [calibrated.name]
     monkeypatch.undo()
-    assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
+    assert torch.equal(read_recipe(calibrated, load_config(calibrated)).scales.scale, SCALES.scale)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +276,7 @@ def test_the_old_folder_returns_when_the_new_one_cannot_take_its_place(
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(raised):
         write(tiny_base_model, calibrated, force=True)
-    assert torch.equal(read_scales(calibrated, load_config(calibrated)).scale, SCALES.scale)
+    assert torch.equal(read_recipe(calibrated, load_config(calibrated)).scales.scale, SCALES.scale)
 
 
 # Refusals when it is read
@@ -256,6 +300,13 @@ def replace_scales(folder: Path, **tensors: torch.Tensor) -> None:
     name_as_it_is(folder, "fp8_scales.safetensors")
 
 
+def replace_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """FP8 weights, named by the description and of the right sha256."""
+    save_file(tensors, folder / "fp8_weights.safetensors")
+    rewrite(folder, lambda content: content.update(fp8_weights={"file": "fp8_weights.safetensors"}))
+    name_as_it_is(folder, "fp8_weights.safetensors")
+
+
 def add_line(path: Path) -> None:
     """Change the file, but not what it says as JSON."""
     path.write_text(path.read_text() + "\n")
@@ -265,7 +316,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no description": (lambda f: (f / "futransformer.json").unlink(), "has no FP8 scales"),
     "cut description": (lambda f: (f / "futransformer.json").write_text('{"form'), "not valid JSON"),
     "no version": (lambda f: rewrite(f, lambda c: c.pop("format")), "format must be an integer"),
-    "another version": (lambda f: rewrite(f, lambda c: c.update(format=2)), "is of format 2, this version reads"),
+    "another version": (lambda f: rewrite(f, lambda c: c.update(format=3)), "is of format 3, this version reads"),
+    "no parts": (lambda f: rewrite(f, lambda c: c.pop("bf16_layers")), "bf16_layers must be a string"),
+    "parts of another depth": (lambda f: rewrite(f, lambda c: c.update(bf16_layers="2")), "none of the parts of 2 lay"),
+    "no weights": (
+        lambda f: rewrite(f, lambda c: c.update(fp8_weights={"file": "fp8_weights.safetensors"})),
+        "fp8_weights.safetensors must be a string",
+    ),
+    "weights of another type": (
+        lambda f: replace_weights(f, {"layers.0.o.codes": torch.zeros(2, 2), "layers.0.o.scale": torch.ones(1)}),
+        r"layers.0.o.codes is F32 \[2, 2\], where the model has F8_E4M3 \[128, 256\]",
+    ),
+    "weights without a scale": (
+        lambda f: replace_weights(f, {"layers.0.o.codes": CODES.new_zeros(128, 256)}),
+        "fp8_weights.safetensors lacks layers.0.o.scale",
+    ),
+    "weights of another shape": (
+        lambda f: replace_weights(f, {"layers.0.o.codes": CODES, "layers.0.o.scale": torch.ones(1)}),
+        r"layers.0.o.codes is F8_E4M3 \[2, 2\], where the model has F8_E4M3 \[128, 256\]",
+    ),
+    "weights of another depth": (
+        lambda f: replace_weights(f, {"layers.2.o.codes": CODES}),
+        "holds layers.2.o.codes, which is none of the model's",
+    ),
     "no sha256": (lambda f: rewrite(f, lambda c: c.update(sha256={})), "fp8_scales.safetensors must be a string"),
     "no scales": (lambda f: (f / "fp8_scales.safetensors").unlink(), "fp8_scales.safetensors is missing"),
     "other scales": (lambda f: save_file({"scale": SCALES.amax}, f / "fp8_scales.safetensors"), "sha256 differs"),
@@ -310,7 +383,7 @@ def test_what_is_not_read_may_be_changed(tiny_base_model: Path, tmp_path: Path) 
     out = write(source, tmp_path / "out")
     for name in ("README.md", "LICENSE.txt"):
         add_line(out / name)
-    assert torch.equal(read_scales(out, load_config(out)).scale, SCALES.scale)
+    assert torch.equal(read_recipe(out, load_config(out)).scales.scale, SCALES.scale)
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -333,7 +406,7 @@ def test_a_file_that_is_no_safetensors_is_refused(calibrated: Path) -> None:
     path.write_bytes(b"\xff" * 100)
     name_as_it_is(calibrated, path.name)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_scales(calibrated, load_config(calibrated))
+        read_recipe(calibrated, load_config(calibrated))
 
 
 def test_a_folder_below_home_is_found(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

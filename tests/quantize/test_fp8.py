@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.errors import CheckpointError
-from futransformer.quantize.fp8 import quantize_weight, scale_of
+from futransformer.quantize.fp8 import codes_of, quantize_weight, scale_of
 
 
 def every_code() -> Tensor:
@@ -83,3 +83,10 @@ def test_the_largest_magnitude_does_not_count_as_saturated() -> None:
     scale = scale_of(amax)
     assert (amax * (1 / scale) <= 448).all()
     assert (amax / scale > 448 * (1 - 2.0**-19)).all()
+
+
+def test_codes_saturate_where_a_plain_conversion_gives_nan() -> None:
+    values = torch.tensor([1.0, -3.5, 7.0, 21.0, -torch.inf, torch.nan], dtype=torch.bfloat16)
+    codes = codes_of(values, torch.tensor([7.0 / 448]))
+    assert codes[:5].float().tolist() == [64, -224, 448, 448, -448]
+    assert codes[5].isnan()

@@ -1,8 +1,8 @@
 // Decode attention: one query a sequence over paged K and V, the sequence split over blocks and combined in the kernel.
 //
 //   q, out       [B, KvHeads * Group, HeadDim] BF16
-//   K, V pages   [num_pages, KvHeads, PageSize, HeadDim] BF16, read through tensor maps of the same memory seen as
-//                [num_pages * KvHeads * PageSize, HeadDim], boxes of PageSize rows by 64 columns, 128-byte swizzle
+//   K, V pages   [num_pages, KvHeads, PageSize, HeadDim] BF16 or E4M3, read through tensor maps of the same memory
+//                (attention_decode_pages.cuh); a code of E4M3 is worth kv_scale[0] (K) or kv_scale[1] (V)
 //   block_table  [B, block_table_stride], the pages of a sequence in order
 //   grid         (splits, KvHeads, B); split s of a sequence covers pages [s, s + 1) * pages_per_split
 //
@@ -29,10 +29,10 @@
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "attention_decode_pages.cuh"
 #include "barrier.cuh"
 #include "counter.cuh"
 #include "dependent_launch.cuh"
@@ -71,18 +71,18 @@ CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t
   return total;
 }
 
-template <int KvHeads, int Group, int HeadDim, int PageSize, int Stages, bool EarlyNext>
+template <class Element, int KvHeads, int Group, int HeadDim, int PageSize, int Stages, bool EarlyNext>
 struct AttentionDecode {
   static constexpr int kTokens = 16;                     // of one warp and page: M of S, K of O^T
   static constexpr int kHeadTiles = (Group + 7) / 8;     // N of both products
   static constexpr int kSteps = HeadDim / 16;            // K of S, M of O^T
   static constexpr int kConsumers = PageSize / kTokens;  // warps
   static constexpr int kThreads = 32 * (kConsumers + 1);
-  static constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
-  static constexpr int kBoxBytes = PageSize * kBoxColumns * 2;
-  static constexpr int kPageBytes = PageSize * HeadDim * 2;
 
-  static_assert(HeadDim % kBoxColumns == 0, "a head is a whole number of swizzled boxes");
+  using Pages = DecodePages<Element, HeadDim, PageSize>;
+  static constexpr int kLoads = kSteps / Pages::kLoadSteps;
+  static constexpr bool kCodes = sizeof(Element) == 1;
+
   static_assert(PageSize == 64, "four consumer warps of sixteen tokens");
 
   struct Arguments {
@@ -98,11 +98,12 @@ struct AttentionDecode {
     float* partial_out;      // [B, KvHeads, splits, Group, HeadDim]
     float* partial_max_sum;  // [B, KvHeads, splits, Group, 2]
     int* arrivals;           // [B, KvHeads], zero before and after
+    float const* kv_scale = nullptr;  // [2], of E4M3 pages
   };
 
   struct Page {
-    char k[kPageBytes];
-    char v[kPageBytes];
+    char k[Pages::kBytes];
+    char v[Pages::kBytes];
   };
 
   // Takes the ring's place once the last page has been read. The four floats of padding spread a fragment's four
@@ -218,32 +219,23 @@ struct AttentionDecode {
       auto& full = shared.full[stage];
       full.arrive_and_expect_tx(sizeof(Page));
       uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
-      for (int box = 0; box < HeadDim / kBoxColumns; ++box) {
-        cute::SM90_TMA_LOAD_2D::copy(args.k_pages, barrier, kHint, shared.ring[stage].k + box * kBoxBytes,
-                                     box * kBoxColumns, row);
-      }
-      for (int box = 0; box < HeadDim / kBoxColumns; ++box) {
-        cute::SM90_TMA_LOAD_2D::copy(args.v_pages, barrier, kHint, shared.ring[stage].v + box * kBoxBytes,
-                                     box * kBoxColumns, row);
-      }
+      Pages::load(args.k_pages, barrier, kHint, shared.ring[stage].k, row);
+      Pages::load(args.v_pages, barrier, kHint, shared.ring[stage].v, row);
     }
     if constexpr (!EarlyNext) allow_next_kernel();
   }
 
-  // Operand B of S: features 2 (lane % 4) + {0, 1} (+ 8) of head lane / 4 of each tile; absent heads are zero.
+  // Operand B of S: four features a step of head lane / 4 of each tile; absent heads are zero.
   CUTLASS_DEVICE static void load_q(Arguments const& args, Work const& work, Fragments& fragments) {
     int const lane = threadIdx.x % 32;
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kHeadTiles; ++tile) {
       int const head = 8 * tile + lane / 4;
-      bf16 const* features = args.q + (work.sequence_head() * Group + head) * HeadDim + 2 * (lane % 4);
+      bf16 const* features =
+          args.q + (work.sequence_head() * Group + head) * HeadDim + Pages::kQueryFeatures * (lane % 4);
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kSteps; ++step) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          uint32_t const* pair = reinterpret_cast<uint32_t const*>(features + 16 * step + 8 * half);
-          fragments.q[tile][step][half] = head < Group ? *pair : 0;
-        }
+        Pages::query(features + 16 * step, head < Group, fragments.q[tile][step]);
       }
     }
   }
@@ -260,7 +252,8 @@ struct AttentionDecode {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSteps * 4; ++i) fragments.out[tile][i / 4][i % 4] = 0.f;
     }
-    float const scale = args.softmax_scale * 1.44269504088896341f;  // to units of log 2
+    float scale = args.softmax_scale * 1.44269504088896341f;  // to units of log 2
+    if constexpr (kCodes) scale *= args.kv_scale[0] * kE4m3Operand;
     int const first_token = threadIdx.x / 32 * kTokens;
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
@@ -273,12 +266,6 @@ struct AttentionDecode {
     }
   }
 
-  // Sixteen bytes of a swizzled page: row `token`, features 16 * step + 8 * half and the next seven.
-  CUTLASS_DEVICE static cute::uint128_t const& chunk_at(char const* page, int token, int step, int half) {
-    char const* box = page + step / 4 * kBoxBytes;
-    return *reinterpret_cast<cute::uint128_t const*>(box + token * 128 + (step % 4 * 32 ^ (half ^ token % 8) * 16));
-  }
-
   CUTLASS_DEVICE static void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1],
                                               c[2], c[3]);
@@ -288,37 +275,41 @@ struct AttentionDecode {
   CUTLASS_DEVICE static void attend(Page const& page, int first_token, int tokens, float scale, Fragments& fragments) {
     int const lane = threadIdx.x % 32;
 
-    // Operand A of S in four 8x8 matrices: (tokens 0-7, 8-15) x (features 0-7, 8-15), tokens first.
     int const k_token = first_token + lane % 16;
     float scores[kHeadTiles][4] = {};
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t k[4];
-      cute::SM75_U32x4_LDSM_N::copy(chunk_at(page.k, k_token, step, lane / 16), k[0], k[1], k[2], k[3]);
+    for (int load = 0; load < kLoads; ++load) {
+      uint32_t k[Pages::kLoadSteps][4];
+      Pages::keys(page.k, k_token, load, lane, k);
       CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kHeadTiles; ++tile) multiply(scores[tile], k, fragments.q[tile][step]);
+      for (int i = 0; i < Pages::kLoadSteps; ++i) {
+        int const step = load * Pages::kLoadSteps + i;
+        CUTLASS_PRAGMA_UNROLL
+        for (int tile = 0; tile < kHeadTiles; ++tile) multiply(scores[tile], k[i], fragments.q[tile][step]);
+      }
     }
 
     uint32_t p[kHeadTiles][2];
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kHeadTiles; ++tile) softmax(scores[tile], tokens, scale, tile, fragments, p[tile]);
 
-    // Operand A of O^T: the same four matrices of V, transposed as they are loaded, features first. P is zero past the
-    // end, but V may be NaN there, and 0 * NaN is NaN: the words (two tokens each) are masked as well.
-    int const v_token = first_token + lane % 8 + lane / 16 * 8;
+    int const v_token = first_token + Pages::value_token(lane);
+    // P is zero past the end, but V may be NaN there, and 0 * NaN is NaN: the words (two tokens each) are masked as well.
     uint32_t const mask[2] = {mask_of(tokens - 2 * (lane % 4)), mask_of(tokens - 2 * (lane % 4) - 8)};
     CUTLASS_PRAGMA_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t v[4];
-      cute::SM75_U16x8_LDSM_T::copy(chunk_at(page.v, v_token, step, lane / 8 % 2), v[0], v[1], v[2], v[3]);
+    for (int load = 0; load < kLoads; ++load) {
+      uint32_t v[Pages::kLoadSteps][4];
+      Pages::values(page.v, v_token, load, lane, mask, v);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i) v[i] &= mask[i / 2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kHeadTiles; ++tile) multiply(fragments.out[tile][step], v, p[tile]);
+      for (int i = 0; i < Pages::kLoadSteps; ++i) {
+        int const step = load * Pages::kLoadSteps + i;
+        CUTLASS_PRAGMA_UNROLL
+        for (int tile = 0; tile < kHeadTiles; ++tile) multiply(fragments.out[tile][step], v[i], p[tile]);
+      }
     }
   }
 
-  // Two BF16 values of which the first `count` exist.
+  // Two tokens of which the first `count` exist.
   CUTLASS_DEVICE static uint32_t mask_of(int count) {
     return count >= 2 ? 0xffffffffu : count == 1 ? 0x0000ffffu : 0u;
   }
@@ -374,9 +365,9 @@ struct AttentionDecode {
           if (lane < 4) results.max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
           CUTLASS_PRAGMA_UNROLL
           for (int step = 0; step < kSteps; ++step) {
-            float* features = &results.out[warp][head][16 * step + lane / 4];
+            float* features = &results.out[warp][head][16 * step + Pages::kFeature * (lane / 4)];
             features[0] = fragments.out[tile][step][column];
-            features[8] = fragments.out[tile][step][2 + column];
+            features[Pages::kOtherFeature] = fragments.out[tile][step][2 + column];
           }
         }
       }
@@ -422,7 +413,8 @@ struct AttentionDecode {
   }
 
   CUTLASS_DEVICE static void store(Arguments const& args, Work const& work, int item, PartialAttention const& total) {
-    float const inverse = 1.f / total.sum;
+    float inverse = 1.f / total.sum;
+    if constexpr (kCodes) inverse *= args.kv_scale[1] * kE4m3Operand;
     uint2* out = reinterpret_cast<uint2*>(args.out) + work.sequence_head() * Group * kQuads + item;
     *out = make_uint2(pack_bf16x2(total.out.x * inverse, total.out.y * inverse),
                       pack_bf16x2(total.out.z * inverse, total.out.w * inverse));

@@ -1,10 +1,11 @@
 // Prefill attention for sm_90a: O = softmax(scale Q K^T + causal mask) V, BF16 operands, float32 softmax and sums. O is
-// BF16, or FP8 at a delayed scale.
+// BF16, or FP8 at a delayed scale; K and V are BF16, or E4M3 codes that become BF16 in shared memory.
 //
 // Varlen, causal, grouped-query, over paged K and V (docs/architecture.md has the layouts). The grid is persistent: a
 // block computes a share of a list of items (attention_schedule.cuh), an item being TileM queries of one head of one
 // sequence. Warp 0 is the producer: it finds the items and keeps rings of Q, K and V full by TMA, a box of one page by
-// 64 features (128 swizzled bytes) at a time, without a break from one item to the next. Warpgroups 1 and 2 own 64
+// 64 features (128 swizzled bytes) at a time, without a break from one item to the next. Where pages hold E4M3, warps 1 to 3
+// convert what arrives (attention_prefill_codes.cuh). Warpgroups 1 and 2 own 64
 // queries each. Keys are walked from the last visible tile to the first, so that masking is over after the first tiles.
 //
 // Three overlaps keep the tensor cores busy while the special-function units compute exponentials. Within a warpgroup,
@@ -26,6 +27,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "attention_prefill_codes.cuh"
 #include "attention_prefill_consumer.cuh"
 #include "attention_prefill_producer.cuh"
 #include "attention_prefill_shared.cuh"
@@ -52,6 +54,7 @@ class AttentionPrefill {
     allow_next_kernel();
     if (threadIdx.x == 0) {
       initialise(shared.barriers);
+      if constexpr (T::kCodes) initialise(T::codes(shared));
       cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -60,7 +63,11 @@ class AttentionPrefill {
     int const warpgroup = cutlass::canonical_warp_group_idx();
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-      if (cutlass::canonical_warp_idx_sync() == 0) Producer::run(shared, map_q, map_k, map_v, arguments);
+      if (cutlass::canonical_warp_idx_sync() == 0) {
+        Producer::run(shared, map_q, map_k, map_v, arguments);
+      } else if constexpr (T::kCodes) {
+        AttentionPrefillConverter<T>::run(shared, cutlass::canonical_warp_idx_sync() - 1);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
       arguments.out.prepare();
@@ -70,14 +77,22 @@ class AttentionPrefill {
   }
 
  private:
+  static constexpr int kFillers = T::kCodes ? T::kConverterWarps : 1;  // that say when a tile of K or V is there
+
+  CUTLASS_DEVICE static void initialise(typename T::Codes& codes) {
+    for (int stage = 0; stage < T::kCodeStages; ++stage) {
+      codes.full[stage].init(1);
+      codes.empty[stage].init(T::kConverterWarps);
+    }
+  }
   CUTLASS_DEVICE static void initialise(Barriers& barriers) {
     for (int stage = 0; stage < T::kQStages; ++stage) {
       barriers.q_full[stage].init(1);
       barriers.q_empty[stage].init(T::kConsumerWarps);
     }
     for (int stage = 0; stage < T::Stages; ++stage) {
-      barriers.k_full[stage].init(1);
-      barriers.v_full[stage].init(1);
+      barriers.k_full[stage].init(kFillers);
+      barriers.v_full[stage].init(kFillers);
       barriers.k_empty[stage].init(T::kConsumerWarps);
       barriers.v_empty[stage].init(T::kConsumerWarps);
     }

@@ -10,6 +10,7 @@
 #include "attention_prefill_output.cuh"
 #include "attention_prefill_shared.cuh"
 #include "barrier.cuh"
+#include "e4m3_operand.cuh"
 #include "numeric.cuh"
 #include "softmax.cuh"
 
@@ -54,7 +55,7 @@ class AttentionPrefillConsumer {
     auto scores_by_row = rows_and_columns(scores);
     auto output_by_row = rows_and_columns(output);
     auto probabilities = make_tensor<Element>(partition_shape_A(mma_output, Shape<_64, Int<T::TileN>>{}));
-    OnlineSoftmax softmax(arguments.softmax_scale);
+    OnlineSoftmax softmax(arguments.softmax_scale * worth(arguments, 0));
     float correction[2];
 
     PipelineState k;
@@ -188,6 +189,12 @@ class AttentionPrefillConsumer {
   }
 
  private:
+  // What an operand of 1 of K (0) or V (1) is worth.
+  CUTLASS_DEVICE static float worth(Arguments const& arguments, int part) {
+    if constexpr (T::kCodes) return arguments.kv_scale[part] * kE4m3Operand;
+    return 1.f;
+  }
+
   // Issue one tile's wgmma, a group of its own: c = a b, or c += a b. Both stay in flight.
   template <class Mma, class A, class B, class C>
   CUTLASS_DEVICE static void issue(Mma& mma, cute::GMMA::ScaleOut accumulate, A const& a, B const& b, C& c) {
@@ -238,7 +245,7 @@ class AttentionPrefillConsumer {
                                    float const (&sum)[2], Tensor const& output_by_row) {
     CUTLASS_PRAGMA_UNROLL
     for (int row = 0; row < 2; ++row) {
-      float const factor = work.lacks_pages ? NAN : inverse_of_quad_sum(sum[row]);
+      float const factor = work.lacks_pages ? NAN : inverse_of_quad_sum(sum[row]) * worth(arguments, 1);
       bool const stored = row_in_tile + 8 * row < work.rows;
       int64_t const head_of_row = int64_t(work.first_row + row_in_tile + 8 * row) * T::Heads + work.head;
       arguments.out.store(head_of_row, stored, factor, [&](int column) { return output_by_row(row, column); });

@@ -36,14 +36,28 @@ class AttentionPrefillProducer {
     Barriers& barriers = shared.barriers;
     PipelineState k(0, 1, 0);  // a fresh ring is empty: its "previous" phase has passed
     PipelineState v(0, 1, 0);
+    typename T::CodeState codes(0, 1, 0);
+    auto load_codes = [&](CUtensorMap const& map, typename T::CodeKind kind, PageRows const& pages) {
+      wait(T::codes(shared).empty[codes.index()], codes.phase());
+      if (leads) load_tile_of_codes(map, T::codes(shared), codes.index(), kind, pages);
+      ++codes;
+    };
     auto load_k = [&](PageRows const& pages) {
-      wait(barriers.k_empty[k.index()], k.phase());
-      if (leads) load_tile(map_k, barriers.k_full[k.index()], shared.k.data() + k.index() * T::kTileElements, pages);
+      if constexpr (T::kCodes) {
+        load_codes(map_k, T::CodeKind::kKeys, pages);
+      } else {
+        wait(barriers.k_empty[k.index()], k.phase());
+        if (leads) load_tile(map_k, barriers.k_full[k.index()], shared.k.data() + k.index() * T::kTileElements, pages);
+      }
       ++k;
     };
     auto load_v = [&](PageRows const& pages) {
-      wait(barriers.v_empty[v.index()], v.phase());
-      if (leads) load_tile(map_v, barriers.v_full[v.index()], shared.v.data() + v.index() * T::kTileElements, pages);
+      if constexpr (T::kCodes) {
+        load_codes(map_v, T::CodeKind::kValues, pages);
+      } else {
+        wait(barriers.v_empty[v.index()], v.phase());
+        if (leads) load_tile(map_v, barriers.v_full[v.index()], shared.v.data() + v.index() * T::kTileElements, pages);
+      }
       ++v;
     };
 
@@ -91,11 +105,20 @@ class AttentionPrefillProducer {
     if (count > 0) load_v(pages);
     // The end is an item without tiles, with an empty tile of K, for which the consumers need no case of their own.
     wait(barriers.q_empty[count % T::kQStages], count / T::kQStages % 2 ^ 1);
-    wait(barriers.k_empty[k.index()], k.phase());
+    if constexpr (T::kCodes) {
+      wait(T::codes(shared).empty[codes.index()], codes.phase());
+    } else {
+      wait(barriers.k_empty[k.index()], k.phase());
+    }
     if (leads) {
       shared.work[count % T::kWorkSlots].tiles = 0;
       barriers.q_full[count % T::kQStages].arrive();
-      barriers.k_full[k.index()].arrive();
+      if constexpr (T::kCodes) {
+        T::codes(shared).kind[codes.index()] = T::CodeKind::kEnd;
+        T::codes(shared).full[codes.index()].arrive();
+      } else {
+        barriers.k_full[k.index()].arrive();
+      }
     }
   }
 
@@ -105,7 +128,7 @@ class AttentionPrefillProducer {
     int row[T::kPagesPerTile];
   };
 
-  CUTLASS_DEVICE static void load_box(CUtensorMap const& map, FullBarrier& full, Element* target, int column, int row) {
+  CUTLASS_DEVICE static void load_box(CUtensorMap const& map, FullBarrier& full, void* target, int column, int row) {
     uint64_t const hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&full), hint, target, column, row);
   }
@@ -121,6 +144,19 @@ class AttentionPrefillProducer {
         Element* const box = target + Tiles::box_offset(T::TileN, block, page * T::PageSize);
         load_box(map, full, box, block * T::kBoxColumns, pages.row[page]);
       }
+    }
+  }
+
+  // The same of codes: a page is one box of 128 columns.
+  CUTLASS_DEVICE static void load_tile_of_codes(CUtensorMap const& map, typename T::Codes& codes, int stage,
+                                                typename T::CodeKind kind, PageRows const& pages) {
+    constexpr int kTokens = 128 / T::HeadDim;  // of a row
+    codes.kind[stage] = kind;
+    codes.full[stage].arrive_and_expect_tx(T::kTileBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int page = 0; page < T::kPagesPerTile; ++page) {
+      uint8_t* const box = codes.tiles[stage] + page * T::PageSize * T::HeadDim;
+      load_box(map, codes.full[stage], box, 0, pages.row[page] / kTokens);
     }
   }
 

@@ -10,11 +10,13 @@
 
 #include "attention_schedule.cuh"
 #include "attention_tiles.cuh"
+#include "numeric.cuh"
 
 namespace futransformer {
 
 // `out` takes [tokens, Heads * HeadDim] (attention_prefill_output.cuh), `block_table` [sequences, block_table_stride],
-// `cu_seqlens_q` [sequences + 1], `seqlens_k` [sequences], `tickets` [1], zero before and after.
+// `cu_seqlens_q` [sequences + 1], `seqlens_k` [sequences], `tickets` [1], zero before and after. `kv_scale` [2]: what a
+// code of K, and of V, is worth where pages hold E4M3.
 template <class Output>
 struct AttentionPrefillArguments {
   Output out;
@@ -25,13 +27,17 @@ struct AttentionPrefillArguments {
   int sequences;
   int* tickets;
   float softmax_scale;
+  float const* kv_scale = nullptr;
 };
 
-// One kernel's sizes, and its shared memory; the parameter `T` of producer and consumers. `Stages`: of K, and of V.
-template <class Element_, int Heads_, int KvHeads_, int HeadDim_, int PageSize_, int TileM_, int TileN_, int Stages_,
+// One kernel's sizes, and its shared memory; the parameter `T` of producer and consumers. `KvElement`: of the pages;
+// `Stages`: of K, and of V.
+template <class KvElement_, int Heads_, int KvHeads_, int HeadDim_, int PageSize_, int TileM_, int TileN_, int Stages_,
           class Output>
 struct AttentionPrefillTraits {
-  using Element = Element_;
+  using Element = bf16;  // of what is multiplied
+  using KvElement = KvElement_;
+  static constexpr bool kCodes = sizeof(KvElement) == 1;
   static constexpr int Heads = Heads_;
   static constexpr int KvHeads = KvHeads_;
   static constexpr int HeadDim = HeadDim_;
@@ -45,9 +51,11 @@ struct AttentionPrefillTraits {
   static constexpr int kConsumerThreads = kConsumerWarpgroups * cutlass::NumThreadsPerWarpGroup;
   static constexpr int kConsumerWarps = kConsumerThreads / cutlass::NumThreadsPerWarp;
   static constexpr int kThreads = kConsumerThreads + cutlass::NumThreadsPerWarpGroup;
-  // Registers a thread: the launch allocates 168 x 384; the producer's share goes to the consumers' accumulators.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  // Registers a thread: the launch allocates 168 x 384; the producer's share goes to the consumers' accumulators. Of 40
+  // the one that asks for tiles of codes would spill.
+  static constexpr int kProducerRegisters = kCodes ? 56 : 40;
+  static constexpr int kConsumerRegisters = kCodes ? 224 : 232;
+  static constexpr int kConverterWarps = 3;  // beside the producer, of E4M3 pages
 
   // The next item's Q arrives while this one's is read. A description of an item outlives its Q by one tile: the output
   // is stored after the next item's first scores were issued.
@@ -60,7 +68,7 @@ struct AttentionPrefillTraits {
   static constexpr int kPagesPerTile = TileN / PageSize;
   static constexpr uint32_t kQBytes = TileM * HeadDim * sizeof(Element);
   static constexpr int kTileElements = TileN * HeadDim;  // of K, and of V
-  static constexpr uint32_t kTileBytes = kTileElements * sizeof(Element);
+  static constexpr uint32_t kTileBytes = kTileElements * sizeof(KvElement);  // on their way from memory
 
   using PipelineState = cutlass::PipelineState<Stages>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -94,8 +102,22 @@ struct AttentionPrefillTraits {
     Work work[kWorkSlots];
     Barriers barriers;
   };
+
+  // Tiles of E4M3 pages, on their way to becoming BF16. They stand behind the rest.
+  static constexpr int kCodeStages = 2;
+  enum class CodeKind : int { kKeys, kValues, kEnd };
+  struct Codes {
+    uint8_t tiles[kCodeStages][kTileElements];
+    FullBarrier full[kCodeStages];
+    EmptyBarrier empty[kCodeStages];
+    CodeKind kind[kCodeStages];  // what a stage holds
+  };
+  using CodeState = cutlass::PipelineState<kCodeStages>;
+  CUTLASS_DEVICE static Codes& codes(SharedStorage& shared) { return reinterpret_cast<Codes&>(*(&shared + 1)); }
+
   // What the launch must provide: the storage without the padding behind its last barrier.
-  static constexpr int kSharedBytes = int(offsetof(SharedStorage, barriers) + sizeof(Barriers));
+  static constexpr int kSharedBytes =
+      kCodes ? int(sizeof(SharedStorage) + sizeof(Codes)) : int(offsetof(SharedStorage, barriers) + sizeof(Barriers));
 };
 
 }  // namespace futransformer

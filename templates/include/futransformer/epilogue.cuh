@@ -14,8 +14,9 @@
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
 // chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
-// or written for them. Sums are taken in a fixed order, so results do not depend on timing. Only the RoPE table is read
-// through the non-coherent cache: all else may come from a kernel that was still running when this one started.
+// or written for them. Sums are taken in a fixed order, so results do not depend on timing. Only the RoPE table and the scales
+// of an FP8 cache are read through the non-coherent cache: all else may come from a kernel that was still running when
+// this one started.
 #pragma once
 
 #include "numeric.cuh"
@@ -179,12 +180,9 @@ struct Rope : Operation {
   }
 };
 
-// Q to its row; K and V straight into their slots of the paged cache.
+// Where K and V of a row go: straight into their slots of the paged cache.
 template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
-struct ScatterKv : Operation {
-  bf16* q;        // [rows, QFeatures]
-  bf16* k_pages;  // [num_pages, KVHeads, PageSize, HeadDim]
-  bf16* v_pages;
+struct KvSlots : Operation {
   long long const* slots;  // [rows]; negative: no K and V are written
 
   static constexpr int kQueryColumns = QFeatures, kKeyColumns = KVHeads * HeadDim;
@@ -195,8 +193,7 @@ struct ScatterKv : Operation {
     int slot;  // a cache of 2^31 tokens would be terabytes a layer
   };
 
-  CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
-      : q(queries), k_pages(keys), v_pages(values), slots(of_rows) {}
+  CUTLASS_DEVICE explicit KvSlots(long long const* of_rows) : slots(of_rows) {}
 
   template <int Lanes>
   CUTLASS_DEVICE Fetched fetch(int row, bool valid) const {
@@ -206,6 +203,29 @@ struct ScatterKv : Operation {
   CUTLASS_DEVICE Row begin(int, bool, Fetched const& fetched) const {
     return {fetched.slot < 0 ? -1 : int(fetched.slot)};
   }
+
+ protected:
+  // Of a row's `column` of K or V in the pages: a head's slots of a page stand together.
+  CUTLASS_DEVICE static size_t offset(Row const& state, int column) {
+    int const page_head = state.slot / PageSize * KVHeads + column / HeadDim;
+    return (size_t(page_head) * PageSize + state.slot % PageSize) * HeadDim + column % HeadDim;
+  }
+};
+
+// Q to its row, K and V to their slots.
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
+struct ScatterKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
+  using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
+  using typename Slots::Row;
+  using Slots::kKeyColumns;
+  using Slots::offset;
+  bf16* q;        // [rows, QFeatures]
+  bf16* k_pages;  // [num_pages, KVHeads, PageSize, HeadDim]
+  bf16* v_pages;
+
+  CUTLASS_DEVICE ScatterKv(bf16* queries, bf16* keys, bf16* values, long long const* of_rows)
+      : Slots(of_rows), q(queries), k_pages(keys), v_pages(values) {}
+
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
     bf16* target = q + size_t(row) * QFeatures + column;
     if (column >= QFeatures) {
@@ -223,13 +243,6 @@ struct ScatterKv : Operation {
   }
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kValue> column, float (&values)[8]) const {
     if (state.slot >= 0) store_bf16x8(v_pages + offset(state, column.index - QFeatures - kKeyColumns), values);
-  }
-
- private:
-  // Of a row's `column` of K or V in the pages: a head's slots of a page stand together.
-  CUTLASS_DEVICE static size_t offset(Row const& state, int column) {
-    int const page_head = state.slot / PageSize * KVHeads + column / HeadDim;
-    return (size_t(page_head) * PageSize + state.slot % PageSize) * HeadDim + column % HeadDim;
   }
 };
 

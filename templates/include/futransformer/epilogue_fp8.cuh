@@ -1,5 +1,5 @@
 // What a GEMM's epilogue chain (epilogue.cuh) does more where operands or results are FP8: sums are worth a scale, and
-// results are written at one.
+// results, K and V among them, are written at one.
 #pragma once
 
 #include "epilogue.cuh"
@@ -152,6 +152,49 @@ struct StoreFp8 : Fp8Scale {
     for (int i = 0; i < 8; ++i) scaled[i] = InCodes ? values[i] : values[i] * per_scale;
     store_e4m3x8(out + size_t(row) * Columns + column, scaled);
     observe(scaled);
+  }
+};
+
+// ScatterKv into pages of E4M3. `kv_scale` [2]: what a code of K, and of V, is worth; beyond 448 of it they saturate. It
+// is read where it is used: beside 192 sums a prefill tile has no register to keep it in.
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
+struct ScatterKvFp8 : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
+  using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
+  using typename Slots::Row;
+  using Slots::kKeyColumns;
+  using Slots::offset;
+  bf16* q;        // [rows, QFeatures]
+  e4m3* k_pages;  // [num_pages, KVHeads, PageSize, HeadDim]
+  e4m3* v_pages;
+  float const* kv_scale;
+
+  CUTLASS_DEVICE ScatterKvFp8(bf16* queries, e4m3* keys, e4m3* values, long long const* of_rows, float const* scales)
+      : Slots(of_rows), q(queries), k_pages(keys), v_pages(values), kv_scale(scales) {}
+
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
+    if (column < QFeatures) return apply(state, {}, row, PartColumn<Part::kQuery>{column}, values);
+    if (state.slot < 0) return;
+    bool const is_k = column < QFeatures + kKeyColumns;
+    e4m3* const pages = is_k ? k_pages : v_pages;
+    store(pages + offset(state, column - QFeatures - (is_k ? 0 : kKeyColumns)), values, kv_scale + !is_k);
+  }
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int row, PartColumn<Part::kQuery> column, float (&values)[8]) const {
+    store_bf16x8(q + size_t(row) * QFeatures + column.index, values);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kKey> column, float (&values)[8]) const {
+    if (state.slot >= 0) store(k_pages + offset(state, column.index - QFeatures), values, kv_scale);
+  }
+  CUTLASS_DEVICE void apply(Row const& state, Nothing, int, PartColumn<Part::kValue> column, float (&values)[8]) const {
+    if (state.slot >= 0) store(v_pages + offset(state, column.index - QFeatures - kKeyColumns), values, kv_scale + 1);
+  }
+
+ private:
+  CUTLASS_DEVICE static void store(e4m3* target, float const (&values)[8], float const* scale) {
+    float const per_scale = __fdividef(1.f, __ldg(scale));
+    float codes[8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) codes[i] = values[i] * per_scale;
+    store_e4m3x8(target, codes);
   }
 };
 
