@@ -48,7 +48,7 @@ class DecodeGemmSpec(KernelSpec):
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
-    (generator/int4.py); a warp advances by whole units. Of up to four sequences they are multiplied as integers.
+    (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
@@ -87,10 +87,10 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
-        integers = self.batch_tile == 4 and self.element == INT4 and self.x_ahead > 0
+        integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
-            "batch_tile must be 8, 16, 32 or 64; 4 for INT4 weights whose x comes by lanes",
+            "batch_tile must be 8, 16, 32 or 64, or 4 for INT4 weights",
         )
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
@@ -174,7 +174,7 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def instructions(self) -> tuple[str, ...]:
         """See KernelSpec.instructions."""
-        multiply = "IMMA.16832.U8.S8" if self.batch_tile == 4 else "HMMA.16816.F32.BF16"
+        multiply = "IMMA.16832.U8.S8" if self.element == INT4 and self.batch_tile <= 8 else "HMMA.16816.F32.BF16"
         return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
 
     @property
@@ -233,10 +233,12 @@ class DecodeGemmSpec(KernelSpec):
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
         held_k = max(min(self.step_k, 64), self.x_ahead * self.stage_k // self.warp_split)
         activations = max(self.batch_tile // 8, 1) * held_k // 8
-        if self.element == INT4:
-            sums, weights = 2 * sums, 12  # those of a unit too; codes, and what becomes of them
-        else:
+        if self.element != INT4:
             weights = self.row_tiles // self.warp_rows * self.step_k // 8
+        elif self.batch_tile <= 8:
+            weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
+        else:
+            weights = 12 + min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # and sums of two units
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:

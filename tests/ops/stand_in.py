@@ -74,7 +74,7 @@ class StandInKernel:
             logical = unpack_prefill(op, weight, spec.n).float()
         elif spec.element == INT4:
             logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
-            if spec.batch_tile == SPLIT_BATCH:
+            if spec.batch_tile <= SPLIT_BATCH:
                 x = as_integers(x, spec.group_k)
         else:
             logical = unpack_decode(op, weight, spec.n).float()
