@@ -20,6 +20,9 @@ from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import InputError, OutOfMemoryError
 from futransformer.generator.specs import PAGE_SIZE
 
+# Of what E4M3 codes are worth. Attention multiplies them by 2^120 in float32 (e4m3_operand.cuh).
+SCALE_RANGE = (2.0**-40, 2.0**7)
+
 
 @dataclass(eq=False)
 class CachedSequence:
@@ -63,6 +66,11 @@ class KVCache:
 
         ``scales``, float32 [layers, 2], makes it a pool of E4M3 codes: what a code of K, and of V, is worth.
         """
+        codes = dtype == torch.float8_e4m3fn
+        if codes and scales is None:
+            raise InputError("a KV cache of E4M3 codes needs scales, what a code of each layer's K and V is worth")
+        if scales is not None:
+            _check_scales(scales, config.num_hidden_layers)
         if num_pages < 1:
             raise InputError(f"a KV cache needs at least one page of {PAGE_SIZE} tokens, not {num_pages}")
         shape = (2, config.num_hidden_layers, num_pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
@@ -87,6 +95,16 @@ class KVCache:
     def scale(self, index: int) -> Tensor | None:
         """What codes of one layer are worth, float32 [2]; None where pages hold values."""
         return None if self.scales is None else self.scales[index]
+
+    def largest(self, sequences: Iterable[CachedSequence]) -> Tensor:
+        """The largest magnitude of each layer's K and V in these sequences: float32 [layers, 2] on the CPU."""
+        largest = torch.zeros(self.pool.shape[1], 2)
+        for sequence in sequences:
+            for index, page in enumerate(sequence.pages):
+                tokens = self.pool[:, :, page, :, : max(sequence.length - index * PAGE_SIZE, 0)].float().abs()
+                if tokens.numel():
+                    largest = torch.maximum(largest, tokens.amax((2, 3, 4)).T.cpu())
+        return largest if self.scales is None else largest * self.scales.cpu()
 
     @property
     def capacity(self) -> int:
@@ -130,6 +148,14 @@ class KVCache:
             width = max([1, *(len(sequence.pages) for sequence in sequences)])
         rows = [sequence.pages + [-1] * (width - len(sequence.pages)) for sequence in sequences]
         return upload(rows, torch.int32, self.device)
+
+
+def _check_scales(scales: Tensor, layers: int) -> None:
+    if scales.dtype != torch.float32 or scales.shape != (layers, 2):
+        raise InputError(f"kv_scales must be float32 [{layers}, 2], not {scales.dtype} {list(scales.shape)}")
+    least, most = SCALE_RANGE
+    if not ((scales >= least) & (scales <= most)).all():
+        raise InputError(f"kv_scales must lie within {least:.3g} .. {most:.3g}: what a code of 1 is worth")
 
 
 def _missing_pages(sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> list[int]:

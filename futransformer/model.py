@@ -127,6 +127,7 @@ class Llama:
         batch_invariant: bool = False,
         fp8_scales: Fp8Scales = "frozen",
         recipe: Fp8Recipe | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Llama:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
@@ -140,6 +141,7 @@ class Llama:
         dequantised, which ``progress`` hears.
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
+        ``kv_scales`` are of a cache of E4M3, float32 [layers, 2] (futransformer.quantize.kv); None: a code is worth 1.
         """
         folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
         config = load_config(folder)
@@ -150,6 +152,8 @@ class Llama:
             recipe.check(config.num_hidden_layers)
         elif fp8_scales != "frozen" or recipe is not None:
             raise InputError(f"FP8 scales are of an FP8 prefill, and {precision.name} has none: leave them out")
+        if kv_scales is not None and precision.kv != E4M3:
+            raise InputError(f"kv_scales are of a cache of E4M3, and that of {precision.name} is none: leave them out")
         bf16 = recipe.bf16 if recipe is not None else frozenset()
         wanted = "cuda" if device is None and kernels is not None else device
         target = ops.device if ops is not None else pick_device(wanted)
@@ -173,7 +177,8 @@ class Llama:
                 batch_invariant=batch_invariant,
                 mixed=bool(bf16),
             )
-        kv_scales = torch.ones(config.num_hidden_layers, 2) if precision.kv == E4M3 else None
+        if precision.kv == E4M3 and kv_scales is None:
+            kv_scales = torch.ones(config.num_hidden_layers, 2)
         kv_dtype = DTYPES[precision.kv]
         if isinstance(ops, ReferenceOps) and (kv_scales is None or ops.dtype == torch.float32):
             kv_dtype = ops.dtype
@@ -558,6 +563,9 @@ def load_weights(
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
+            if op == "qkv" and precision.kv == E4M3 and not weight.isfinite().all():
+                # kernels read the code that is not a number as 480: a NaN that K alone had would look like an answer
+                raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
             decoded: Tensor | Int4Weight = weight
             if coded is not None:
                 decoded = getattr(coded, op)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from futransformer.generator.config import load_config
+from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bytes
 from futransformer.memory import plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
+from futransformer.quantize.kv import calibrate_kv
 from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -81,6 +86,52 @@ def test_values_beyond_the_largest_code_saturate(tiny_model: Path) -> None:
     assert logits.isfinite().all()
     codes = model.cache.pool[:, :, model.sequences[0].pages[0]].float()
     assert codes.abs().max() == 448
+
+
+def test_scales_are_those_of_what_was_read(tiny_model: Path) -> None:
+    """Twice the largest magnitude takes the code 448; the rest of a page, here NaN, says nothing."""
+    plain = load(tiny_model, "bf16")
+    plain.cache.pool.fill_(torch.nan)
+    scales = calibrate_kv(plain, PROMPTS)
+    largest = torch.zeros(scales.shape)
+    for prompt in PROMPTS:
+        plain.prefill([prompt])
+        tokens = [plain.cache.pool[:, :, page].float() for page in plain.sequences[0].pages]
+        largest = torch.maximum(largest, torch.cat(tokens, -2)[..., : len(prompt), :].abs().amax((2, 3, 4)).T)
+    torch.testing.assert_close(scales, 2 * largest / 448)
+    model = load(tiny_model, kv_scales=scales)
+    want = exact(tiny_model, "bf16").prefill(PROMPTS, rows="all")
+    in_bf16 = largest_error(plain.prefill(PROMPTS, rows="all"), want)
+    assert largest_error(model.prefill(PROMPTS, rows="all"), want) <= COARSER * in_bf16
+    again = calibrate_kv(model, PROMPTS)
+    torch.testing.assert_close(again, scales, rtol=2.0**-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "scales", "message"),
+    [
+        ("bf16", torch.ones(2, 2), "kv_scales are of a cache of E4M3, and that of bf16 is none"),
+        ("bf16-kv8", torch.ones(2), r"kv_scales must be float32 \[\d+, 2\], not torch\.float32 \[2\]"),
+        ("bf16-kv8", torch.zeros(2, 2), "kv_scales must lie within"),
+        ("bf16-kv8", torch.full((2, 2), torch.nan), "kv_scales must lie within"),
+    ],
+)
+def test_scales_that_mean_nothing_are_refused(
+    tiny_base_model: Path, precision: str, scales: Tensor, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load(tiny_base_model, precision, kv_scales=scales)
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_base_model: Path, tmp_path: Path) -> None:
+    """On kernels a K that is not a number would become 480."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_base_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="layer 1, qkv: its weight is not finite"):
+        load(folder)
 
 
 @pytest.mark.model
