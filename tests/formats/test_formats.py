@@ -14,6 +14,7 @@ from futransformer.checkpoint import Checkpoint, fold_gain, load_checkpoint, pai
 from futransformer.formats.codes import nibbles, words
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
+from futransformer.quantize.fp8 import quantize_weight
 from tests.formats.writers import KINDS, Drawn, Kind, draw, edit, packed_section, quantise, set_config, with_section
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -187,6 +188,21 @@ def test_fp8_weights_are_codes_times_scales(name: str, written: Written) -> None
     for module, weight in expected.items():
         assert torch.equal(checkpoint.projection(module).double(), weight)
     assert torch.equal(checkpoint.layer(1).down, expected[DOWN].bfloat16())
+
+
+def test_fp8_codes_that_no_gain_multiplies_survive(written: Written) -> None:
+    """A scale a tensor, the largest code used: an FP8 prefill makes those codes of the dequantised weight."""
+    codes: dict[str, Tensor] = {}
+
+    def write(module: str, drawn: Drawn) -> dict[str, Tensor]:
+        codes[module] = (torch.randn(drawn.codes.shape, generator=generator) * 64).to(torch.float8_e4m3fn)
+        codes[module][0, 0] = 448
+        return {f"{module}.weight": codes[module], f"{module}.weight_scale": torch.tensor([0.00123])}
+
+    generator = torch.Generator().manual_seed(3)
+    folder, _ = written(Kind(FP8_SCALES["one"][0], write, 128, True))
+    again = quantize_weight("down", opened(folder).layer(1).down, "tensor")
+    assert torch.equal(again.codes.float(), codes[DOWN].float())
 
 
 # Refusals

@@ -12,18 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from futransformer.driver import hopper_problem
+from futransformer.formats.codes import Groups
+from futransformer.formats.compressed_tensors import packed_config, packed_tensors
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.ops.interface import Ops
+from futransformer.quantize.int4 import round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.formats.test_formats import FP8_SCALES
-from tests.formats.writers import KINDS, Drawn, Kind, edit, quantise
+from tests.formats.writers import KINDS, Drawn, Kind, edit, quantise, set_config, shapes_of
 from tests.ops.stand_in import stand_in_library
 
 FLOAT32_NOISE = 2e-5  # of the largest logit: two layers of float32 sums in another order
@@ -204,3 +209,52 @@ def test_fp8_weights_are_rounded_as_others_are(written: Written) -> None:
     assert said == ["quantised: FP8: dequantised, and served as bf16 and int4"]
     assert decoded(model).isfinite().all()
     assert model.weights.gains == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_decode_through_codes_and_gains(
+    small_model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The real model, quantised without folding its gains: the two-times rule on a GPU."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    folder = quantised_beside_gains(small_model, tmp_path / "quantised")
+    exports: Path | None = request.config.getoption("--kernels")
+    kernels = exports / "smollm2-135m-int4-gain" if exports else None
+    said: list[str] = []
+    ours = Llama.from_pretrained(folder, precision="int4", kernels=kernels, cache_tokens=1024, progress=said.append)
+    assert "int4-gain" in ours.ops.describe()
+    assert any("decode keeps the codes" in line for line in said)
+    device = ours.ops.device
+    exact, rounding = (
+        decoded(load(folder, "int4", ops=ReferenceOps(ours.config, device=device, dtype=dtype)))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert largest_error(decoded(ours), exact) <= allowed_error(rounding, exact, get_precision("int4"))
+
+
+def quantised_beside_gains(plain: Path, folder: Path) -> Path:
+    """A pack-quantized checkpoint, rounded to nearest, whose norms are as they were."""
+    folder.mkdir()
+    for file in plain.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(plain / "model.safetensors")
+    for module in shapes_of(weights, load_config(plain).num_hidden_layers):
+        weight = weights.pop(f"{module}.weight")
+        weights.update(packed_tensors(module, round_to_nearest(module, weight, 128)))
+    save_file(weights, folder / "model.safetensors")
+    set_config(folder, quantization_config=packed_config(Groups(128, zero_points=False)))
+    return folder
+
+
+@pytest.mark.model
+def test_the_real_model_keeps_its_gains(small_model: Path, tmp_path: Path) -> None:
+    """Gains of 0.02 to 3: what is dequantised and folded for prefill predicts as what decode multiplies x by."""
+    folder = quantised_beside_gains(small_model, tmp_path / "quantised")
+    model = load(folder, "int4", cache_tokens=256)
+    assert len(model.weights.gains) == 2 * model.config.num_hidden_layers + 1
+    ours, plain = decoded(model).log_softmax(-1), decoded(load(folder, "bf16", cache_tokens=256)).log_softmax(-1)
+    assert (ours - plain).abs().max() < 0.05 * plain.abs().max()

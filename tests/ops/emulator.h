@@ -521,11 +521,6 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t bytes) {
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= ((uint64_t(b) << 32 | a) >> 8 * (bytes >> 4 * i & 7) & 0xff) << 8 * i;
-  return result;
-}
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
