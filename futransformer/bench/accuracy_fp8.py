@@ -36,6 +36,7 @@ from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
 
 BATCH = 8  # windows a pass: 8192 rows
+SAMPLES = 32  # windows of the calibration text, of which GPTQ reads all in one pass
 NEAREST = "rtn"  # what `futransformer calibrate` does without options
 
 
@@ -53,7 +54,7 @@ def parse_recipe(text: str, config: LlamaConfig) -> Method:
     if weights not in get_args(Weights):
         raise InputError(f"--recipe {text}: begin with {' or '.join(get_args(Weights))}, as in gptq+auto:4")
     bf16 = parse_bf16(parts, config.num_hidden_layers)
-    return Method(bf16, cast("Weights", weights), context=CONTEXT, samples=BATCH)
+    return Method(bf16, cast("Weights", weights), context=CONTEXT, samples=SAMPLES)
 
 
 def perplexity_rows(

@@ -61,8 +61,8 @@ def test_parts_are_chosen_by_their_effect_a_weight() -> None:
     attention, mlp = part_weights(config).values()
     assert mlp == 3 * attention
     effects = dict.fromkeys(all_parts(4), 1.0)
-    effects |= {Part(0, "mlp"): 9.0, Part(1, "attention"): 2.0, Part(3, "mlp"): 4.0}
-    # by effect a weight: 0.mlp 9 of 3, 1.attention 2 of 1, 3.mlp 4 of 3, then the other attentions at 1, in order
+    effects |= {Part(0, "mlp"): 10.0, Part(1, "attention"): 3.0, Part(3, "mlp"): 5.0, Part(0, "attention"): 2.2}
+    # by effect a weight, 1 taken off: 0.mlp 9 of 3, 1.attention 2 of 1, 3.mlp 4 of 3, 0.attention 1.2, then in order
     for layers, expected in (
         (0.2, ""),
         (0.25, "1.attention"),
