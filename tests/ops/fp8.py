@@ -7,6 +7,7 @@ from torch import Tensor
 
 from futransformer.generator.precision import E4M3_MAX
 from futransformer.ops.interface import Fp8Output
+from futransformer.quantize.fp8 import codes_of
 
 E4M3_ROUNDING = 2.0**-4  # relative, of a code that is not below 2^-6
 EARLIER_AMAX, EARLIER_COUNT = 2.0**-9, 7  # what calls before have left: results raise it
@@ -26,7 +27,7 @@ KV_SCALE = (0.011, 0.007)
 
 def stored_kv(values: Tensor, kv_scale: Tensor | None, part: int) -> Tensor:
     """K (part 0) or V (1) as pages hold them: BF16, or codes."""
-    return values.bfloat16() if kv_scale is None else (values / kv_scale[part]).to(torch.float8_e4m3fn)
+    return values.bfloat16() if kv_scale is None else codes_of(values, kv_scale[part])
 
 
 def worth_of_kv(pages: Tensor, kv_scale: Tensor | None, part: int) -> Tensor:
