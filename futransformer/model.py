@@ -544,7 +544,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     checkpoint.check_codes()
     if not precision.gain_in_x and any((gain != 1).any() for gain in checkpoint.norm_gains()):
         precision = replace(precision, name=f"{precision.name}-gain", gain_in_x=True)
-    return precision, f"{stored_as.title}: decode keeps the codes, prefill reads them dequantised"
+    return precision, f"{stored_as.title}: decode keeps the codes ({precision.name}), prefill reads them dequantised"
 
 
 def load_weights(

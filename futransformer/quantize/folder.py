@@ -44,6 +44,7 @@ from futransformer.quantize.stored import StoredWeights, save_weights
 FORMAT = 2
 READ_FORMATS = (1, FORMAT)
 DESCRIPTION_FILE = "futransformer.json"
+INT4_SECTION = "int4_weights"  # of the description of a quantised model, not of a calibrated one
 SCALES_FILE = "fp8_scales.safetensors"
 WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
@@ -119,13 +120,13 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
     command = f"futransformer calibrate {shlex.quote(str(folder))} --output OUT"
     again = f"calibrate again: {command}"
     path = folder / DESCRIPTION_FILE
+    first = f"calibrate it first, and then name OUT, a folder beside it: {command}"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; calibrate it first, and then name OUT, a "
-            f"folder beside it: {command}"
-        )
+        raise CheckpointError(f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; {first}")
     try:
         description = JsonReader(path, read_json(path))
+        if description.has(INT4_SECTION):
+            raise CheckpointError(f"{folder} has no FP8 scales, it holds INT4 weights alone; {first}")
         version = description.integer("format")
         sums = description.section("sha256")
         beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))

@@ -43,6 +43,7 @@ from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.quantize.folder import (
     DESCRIPTION_FILE,
     FORMAT,
+    INT4_SECTION,
     carried_files,
     check_output,
     publish,
@@ -53,7 +54,6 @@ from futransformer.quantize.folder import (
 from futransformer.quantize.int4 import Int4Weight
 
 WHAT = "quantised model"
-SECTION = "int4_weights"  # of futransformer.json
 DONE = ".errors.json"  # beside a finished shard, until all are
 UNFINISHED = ".unfinished"
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -174,7 +174,12 @@ def _describe(
         folder / DESCRIPTION_FILE,
         {
             "format": FORMAT,
-            SECTION: {**method, "group_size": groups.group_size, "zero_points": groups.zero_points, "errors": errors},
+            INT4_SECTION: {
+                **method,
+                "group_size": groups.group_size,
+                "zero_points": groups.zero_points,
+                "errors": errors,
+            },
             "sha256": {path.name: sha256_of(path) for path in files},
         },
     )
@@ -188,7 +193,7 @@ def check_sums(folder: Path) -> None:
     """Refuse a folder that ``write_quantised`` wrote and of which a file has changed: safetensors has no checksums."""
     path = folder / DESCRIPTION_FILE
     description = JsonReader(path, read_json(path) if path.is_file() else {})
-    if not description.has(SECTION):
+    if not description.has(INT4_SECTION):
         return
     sums = description.section("sha256")
     for name, digest in _texts(sums):

@@ -166,6 +166,8 @@ def test_what_cannot_be_written(tiny_base_model: Path, tmp_path: Path) -> None:
     assert decoded(output, "int4-g32").isfinite().all()
     with pytest.raises(InputError, match=r"is quantised already \(compressed-tensors .INT4, groups of 32.\)"):
         write(output, tmp_path / "twice")
+    with pytest.raises(CheckpointError, match="has no FP8 scales, it holds INT4 weights alone; calibrate it first"):
+        decoded(output, "fp8-int4-g32")
     with pytest.raises(UnsupportedError, match="precision int4 has other groups; use int4-g32"):
         decoded(output, "int4")
 
