@@ -26,10 +26,6 @@ inline uint32_t __ballot_sync(uint32_t, bool value) {
     return all;
   });
 }
-template <class T>
-T __shfl_sync(uint32_t, T value, int source) {
-  return T(emulator::over_warp(1002, uint32_t(value), [source](emulator::Meeting& m) { return m.in[source][0]; }));
-}
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
 inline int __ffs(uint32_t value) { return __builtin_ffs(value); }
 
