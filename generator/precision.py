@@ -90,16 +90,16 @@ PRECISIONS: dict[str, Precision] = {
     "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
 
-# a row of INT4 weights, and their groups: int4-g32-asym
-_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-gain)?")
-PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, with -asym and -gain)"
+# a row of INT4 weights, their groups, the cache, and where gains are: int4-g32-asym-kv8-gain
+_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-kv8)?(-gain)?")
+PRECISION_NAMES = f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, -kv8, -gain)"
 
 
 def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
-    The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64;
-    and last of all the gains in x, int4-gain.
+    The rows of INT4 weights take other groups by suffix, zero points, a cache of E4M3, and gains in x: int4-g32,
+    int4-channel-asym, fp8-int4-g64-kv8, int4-gain.
     """
     if isinstance(name, Precision):
         return name
@@ -111,12 +111,12 @@ def get_precision(name: str | Precision) -> Precision:
         size = CHANNEL if parts[3] else int(parts[2] or row.group_size)
         if size in (*GROUP_SIZES, CHANNEL):
             group = "" if size == row.group_size else "-channel" if size == CHANNEL else f"-g{size}"
-            full_name = f"{row.name}{group}{parts[4] or ''}{parts[5] or ''}"
             return replace(
                 row,
-                name=full_name,
+                name=f"{row.name}{group}{''.join(part or '' for part in parts.groups()[3:])}",
+                kv=E4M3 if parts[5] else row.kv,
                 group_size=size,
                 zero_points=parts[4] is not None,
-                gain_in_x=parts[5] is not None,
+                gain_in_x=parts[6] is not None,
             )
     raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")

@@ -238,7 +238,8 @@ class DecodeGemmSpec(KernelSpec):
         elif self.batch_tile <= 8:
             weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
         else:
-            weights = 12 + min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # and sums of two units
+            sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
+            weights = 44 if self.x_ahead else 12
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.bench.accuracy_int4 import DecodeInPasses, DoubleDecodeInPasses, reading_as_decoding
 from futransformer.checkpoint import load_checkpoint
 from futransformer.driver import hopper_problem
@@ -26,6 +27,7 @@ from futransformer.generator.precision import Precision, get_precision
 from futransformer.memory import MemoryPlan, check_memory, plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
+from futransformer.quantize.calibrate import calibrate
 from futransformer.quantize.int4 import round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
@@ -219,3 +221,38 @@ def test_kernels_predict_our_page_as_the_reference_does(
     if precision == "int4-g32-asym":  # groups of 128 without zero points take too much from so small a model
         (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
         assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_go_through_both_phases_as_the_reference_does(
+    small_model: Path, request: pytest.FixtureRequest
+) -> None:
+    """The product's own path: read in FP8, decoded through INT4 on the cache that this wrote, another turn read."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    tokens, precision = page(small_model), "fp8-int4-g32-asym"
+    config = load_config(small_model)
+    options: dict[str, Any] = {"precision": precision, "cache_tokens": 1024}
+    ours = Llama.from_pretrained(
+        small_model,
+        kernels=exports / f"smollm2-135m-{precision}" if exports else None,
+        recipe=Fp8Recipe.unknown(config.num_hidden_layers),
+        **options,
+    )
+    recipe = Fp8Recipe(calibrate(ours, tokens, context=128, samples=4).scales)
+    nll = [
+        score(model, tokens, context=128, windows=5, batch=5, through="turns").nll.cpu()
+        for model in (
+            ours,
+            *(
+                Llama.from_pretrained(small_model, ops=ops(config, device=ours.ops.device), recipe=recipe, **options)
+                for ops in (ReferenceOps, DoubleOps)
+            ),
+        )
+    ]
+    difference, noise = nll[0] - nll[1], nll[2] - nll[1]
+    assert difference.std() <= 1.5 * noise.std()
+    assert difference.mean().abs() <= 3 * difference.std() / len(difference) ** 0.5

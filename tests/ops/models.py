@@ -133,8 +133,9 @@ def model_config(name: str) -> LlamaConfig:
 
 def precision_of(name: str) -> Precision:
     """The precision of a model's tested kernels."""
-    _, int4, groups = name.partition("-int4")
-    return get_precision(f"int4{groups}") if int4 else {**FP8, **KV8}.get(name, _BF16)
+    before, int4, groups = name.partition("-int4")
+    prefill = "fp8-" if before.endswith("-fp8") else ""
+    return get_precision(f"{prefill}int4{groups}") if int4 else {**FP8, **KV8}.get(name, _BF16)
 
 
 def tested_plan(name: str) -> Plan:

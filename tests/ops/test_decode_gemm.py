@@ -42,7 +42,7 @@ TILES = [
     if model in models.WHOLE
     for tile in batch_tiles(op, models.precision_of(model))
 ]
-LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym"]
+LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym-kv8"]
 BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
 PAGES = 4
@@ -413,12 +413,20 @@ def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("op", "x_in_ring"), [("o", True), ("down", False)])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "op", "batch", "x_in_ring"),
+    [
+        ("bf16", "o", 16, True),
+        ("bf16", "down", 16, False),
+        ("int4", "down", 4, False),
+        ("int4", "down", 16, False),
+        ("int4", "o", 64, True),
+    ],
+)
+def test_machine_code(precision: str, op: str, batch: int, x_in_ring: bool) -> None:
     """Both ways of x: tensor cores, bulk copies, 16-byte loads of both operands, nothing in local memory."""
     settings = BuildSettings.from_environment()
-    spec = make_plan(load_config("smollm2-135m"), precision).decode[op][16]
+    spec = make_plan(load_config("smollm2-135m"), precision).decode[op][batch]
     assert spec.x_in_ring == x_in_ring
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
