@@ -304,12 +304,15 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
     two = spec(2, int(by_lanes))
     of_slice = -(-k // (split_k * two.stage_k))
     inbox = inbox_bytes(batch_tile, row_tiles, split_k)
-    fit, whole = ((shared_share(blocks) - inbox) // (two.stage_bytes + 16) for blocks in (2, 1))
-    if not by_lanes:
-        fit = max(fit, min(whole, MIN_STAGES))  # a multiprocessor to itself, before too short a ring
+    fit = (shared_share(2) - inbox) // (two.stage_bytes + 16)
     # Of eight sequences, two stages ahead of an odd number take more registers than there are.
     ahead = 2 if batch_tile == 4 or (batch_tile == 8 and of_slice % 2 == 0) else 1
-    chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), ahead * by_lanes)
+    ring = not by_lanes or (batch_tile == 8 and split_k == 2 and row_tiles > MIN_ROW_TILES)  # 8B, qkv: 7.6 us, not 8.1
+    if ring:
+        stage_bytes = spec(2, 0).stage_bytes + 16
+        fit, whole = ((shared_share(blocks) - inbox) // stage_bytes for blocks in (2, 1))
+        fit = max(fit, min(whole, MIN_STAGES))  # a multiprocessor to itself, before too short a ring
+    chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), 0 if ring else ahead)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
 
