@@ -136,11 +136,13 @@ def decode_gemm_spec(
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
     """
-    if decode_element(op, precision) == INT4:
+    element = decode_element(op, precision)
+    if element == INT4:
         spec = _int4(op, n, k, batch_tile, precision, heads)
     else:
-        spec = _whole(op, n, k, batch_tile, decode_element(op, precision), heads)
-    return replace(spec, kv=written_kv(op, precision))
+        spec = _whole(op, n, k, batch_tile, element, heads)
+    gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
+    return replace(spec, kv=written_kv(op, precision), gain_in_x=gain_in_x)
 
 
 def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:

@@ -43,9 +43,17 @@ TURN_WINDOWS = 8  # through both phases, where the references decode token by to
 class DecodeInPasses(ReferenceOps):
     """The reference, whose prefill rounds where decode does: the residual stream is float32, x its rounded copy."""
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """See Ops.gather_rows."""
-        return super().gather_rows("decode", table, indices, fp8=fp8)
+        return super().gather_rows("decode", table, indices, fp8=fp8, gain=gain)
 
     def _add_linear(self, phase: Phase, *rest: Any) -> Stream:
         return super()._add_linear("decode", *rest)

@@ -54,10 +54,10 @@ def prefill_attention_work(config: LlamaConfig, lengths: Sequence[int]) -> Work:
     return Work(4.0 * heads.q_features * scores, float(BYTES * rows * features))
 
 
-def decode_attention_work(config: LlamaConfig, batch: int, context: int) -> Work:
-    """Every K and V once."""
-    heads = config.heads
-    return Work(4.0 * heads.q_features * batch * context, float(BYTES * 2 * heads.kv_features) * batch * context)
+def decode_attention_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:
+    """Every K and V once, as the precision's cache holds them."""
+    heads, width = config.heads, get_precision(precision).kv.bits / 8
+    return Work(4.0 * heads.q_features * batch * context, width * 2 * heads.kv_features * batch * context)
 
 
 def block_gemm_work(config: LlamaConfig, rows: int, precision: str = "bf16") -> Work:

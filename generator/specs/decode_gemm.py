@@ -49,6 +49,7 @@ class DecodeGemmSpec(KernelSpec):
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -72,6 +73,7 @@ class DecodeGemmSpec(KernelSpec):
     max_registers: int = 0
     group_k: int = 0
     zero_points: bool = False
+    gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class DecodeGemmSpec(KernelSpec):
             "INT4 weights have a group_k of 32, 64 or 128, others of 0",
         )
         self.require(self.element == INT4 or not self.zero_points, "zero_points belong to INT4 weights")
+        self.require(not self.gain_in_x or self.op in ("o", "down"), "gain_in_x belongs to o and down, which write x")
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
@@ -177,6 +180,8 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
+        if self.gain_in_x:
+            return ("residual_f32_gain",)
         return with_kv(DECODE_EPILOGUES[self.op], self.kv)
 
     @property

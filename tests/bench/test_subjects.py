@@ -57,6 +57,7 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     **{f"decode_gemm/{op}": partial(decode_gemm.open_case, SMALL, op, 3) for op in ("qkv", "o", "gate_up", "down")},
     "decode_gemm/chain": partial(decode_gemm.open_chain, SMALL, 3),
     "attention_decode": partial(attention_decode.open_case, SMALL, 3, 100),
+    "attention_decode/kv8": partial(attention_decode.open_case, SMALL, 3, 100, precision="bf16-kv8"),
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
     "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),

@@ -44,8 +44,8 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
-LARGE, LARGE_FP8, LARGE_INT4 = (
-    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4")
+LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8 = (
+    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8")
 )
 INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][4],
@@ -69,6 +69,10 @@ PLANNED = (
     LARGE_FP8.gather_rows["prefill_fp8"],
     LARGE_FP8.attention_prefill,
     *INT4_DECODE,
+    LARGE_KV8.prefill["qkv"][MAX_ROWS],
+    LARGE_KV8.attention_prefill,
+    LARGE_KV8.decode["qkv"][32],
+    LARGE_KV8.attention_decode,
 )
 
 
@@ -116,9 +120,10 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
 
 
 @pytest.mark.compile
-def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord]) -> None:
+@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8], ids=["bf16", "kv8"])
+def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord], plan: Plan) -> None:
     """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
-    warps = [LARGE.decode["qkv"][32]] * 2 + [LARGE.attention_decode]
+    warps = [plan.decode["qkv"][32]] * 2 + [plan.attention_decode]
     taken = sum(-(-built[spec.name].resources.registers // 8) * 8 for spec in warps)  # handed out by eights
     assert taken <= SCHEDULER_REGISTERS
 

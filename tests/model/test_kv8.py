@@ -66,6 +66,16 @@ def test_a_page_takes_half(tiny_model: Path) -> None:
     assert plan.kv_cache == model.cache.pool.nbytes
 
 
+def test_int4_weights_decode_over_codes_as_well(tiny_model: Path) -> None:
+    """Prefill is that of bf16-kv8, bit for bit; decode reads and writes the same pages."""
+    model, plain = load(tiny_model, "int4-g32-kv8"), load(tiny_model)
+    assert torch.equal(model.prefill(PROMPTS), plain.prefill(PROMPTS))
+    assert model.cache.pool.dtype == torch.float8_e4m3fn
+    tokens = [5, 6, 7]
+    assert model.decode(tokens).isfinite().all()
+    assert not torch.equal(model.decode(tokens), plain.decode(tokens)), "INT4 weights changed nothing"
+
+
 def test_later_turns_read_the_codes_of_earlier_ones(tiny_model: Path) -> None:
     """K and V are attended as stored: a prompt in two turns is that prompt, and decode goes on from its codes."""
     model, (prompt, *_) = load(tiny_model), PROMPTS

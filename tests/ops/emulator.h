@@ -659,6 +659,7 @@ inline void store_f32x8(float* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "misaligned stores of 16 bytes");
   std::copy(values, values + 8, target);
 }
+inline void unpack_f32x8(float4 const (&words)[2], float (&values)[8]) { std::copy(&words[0].x, &words[0].x + 8, values); }
 inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;

@@ -18,12 +18,12 @@ from futransformer.layer_parts import Part, all_parts, format_parts, parse_parts
 from futransformer.memory import part_weights
 from futransformer.model import Llama
 from futransformer.quantize.calibrate import calibrate
-from futransformer.quantize.choose import choose_parts, measure_parts
+from futransformer.quantize.choose import WINDOWS, choose_parts, measure_parts
 from futransformer.quantize.make import Method, make_recipe, parse_bf16
 from futransformer.quantize.recipe import Fp8Recipe
 
 TOKENS = torch.randint(256, (300,), generator=torch.Generator().manual_seed(2)).tolist()
-WINDOWS = [TOKENS[:100], TOKENS[100:200], TOKENS[200:300]]
+TEXT = [TOKENS[:100], TOKENS[100:200], TOKENS[200:300]]
 EVERYTHING = frozenset(all_parts(2))
 
 
@@ -37,20 +37,20 @@ def load(folder: Path, recipe: Fp8Recipe | None, **options: Any) -> Llama:
 def test_a_parts_effect_is_the_divergence_of_a_model_with_it_alone_in_fp8(tiny_model: Path) -> None:
     model = load(tiny_model, Fp8Recipe.unknown(2, EVERYTHING))
     lines: list[str] = []
-    effects = measure_parts(model, load_checkpoint(tiny_model, model.config), "tensor", WINDOWS, lines.append)
+    effects = measure_parts(model, load_checkpoint(tiny_model, model.config), "tensor", TEXT, lines.append)
     assert list(effects) == all_parts(2)
     assert len(lines) == 4
-    plain = load(tiny_model, None).prefill(WINDOWS, rows="all")
-    assert torch.equal(model.prefill(WINDOWS, rows="all"), plain), "the model must be left as it was"
+    plain = load(tiny_model, None).prefill(TEXT, rows="all")
+    assert torch.equal(model.prefill(TEXT, rows="all"), plain), "the model must be left as it was"
     assert model.scaling is not None
     assert model.scaling.bf16 == EVERYTHING
     for part in (Part(0, "mlp"), Part(1, "attention")):
         alone = load(tiny_model, Fp8Recipe.unknown(2, EVERYTHING - {part}))
         assert alone.scaling is not None
         for _ in range(2):  # learns the first result's scale, then the second's
-            alone.prefill(WINDOWS)
+            alone.prefill(TEXT)
             alone.scaling.use(ActivationScales.from_amax(alone.scaling.largest()))
-        actual = alone.prefill(WINDOWS, rows="all")
+        actual = alone.prefill(TEXT, rows="all")
         want = F.kl_div(actual.log_softmax(1), plain.log_softmax(1), log_target=True, reduction="batchmean").item()
         assert effects[part] == pytest.approx(want, rel=0.02)
         assert want > 1e-6
@@ -101,7 +101,7 @@ def test_a_whole_recipe(tiny_base_model: Path, weights: Any) -> None:
     made = make_recipe(load_with, checkpoint, config, get_precision("fp8"), TOKENS, method)
     bf16 = format_parts(made.calibration.recipe.bf16)
     at_once = 3 if weights == "gptq" else 1
-    assert loaded == [("0, 1", 3 * 128, 300), (bf16, at_once * 128, at_once * 100)]
+    assert loaded == [("0, 1", WINDOWS * 128, WINDOWS * 100), (bf16, at_once * 128, at_once * 100)]
     assert made.calibration.recipe.bf16 == choose_parts(made.effects, config, 1.0)
     assert 0 < len(made.calibration.recipe.bf16) < 4
     described = made.described()
@@ -110,10 +110,10 @@ def test_a_whole_recipe(tiny_base_model: Path, weights: Any) -> None:
         3,
         {"0.attention", "0.mlp", "1.attention", "1.mlp"},
     )
-    plain = load(tiny_base_model, None).prefill(WINDOWS, rows="all")
+    plain = load(tiny_base_model, None).prefill(TEXT, rows="all")
     fp8 = calibrate(load(tiny_base_model, Fp8Recipe.unknown(2)), TOKENS, context=100, samples=3).recipe
     ours, throughout = (
-        (load(tiny_base_model, recipe).prefill(WINDOWS, rows="all") - plain).square().mean()
+        (load(tiny_base_model, recipe).prefill(TEXT, rows="all") - plain).square().mean()
         for recipe in (made.calibration.recipe, fp8)
     )
     assert ours < throughout

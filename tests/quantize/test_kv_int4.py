@@ -1,0 +1,113 @@
+"""INT4 K and V: what codes are worth, rotations, and a float model whose V is rotated by its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from futransformer.generator.config import CONFIGS
+from futransformer.generator.errors import InputError
+from futransformer.generator.kv_format import DEFAULT, GROUPS, HEAD, KvFormat
+from futransformer.generator.specs import PAGE_SIZE
+from futransformer.quantize.kv_int4 import fold_value_rotation, hadamard, quantise_kv, rotate
+from futransformer.reference import ReferenceOps, row_sumsq
+
+FORMS = [KvFormat(group, minimum=minimum) for group, minimum in product(GROUPS, (False, True))]
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_format", FORMS, ids=str)
+def test_codes_are_the_nearest(kv_format: KvFormat, head_dim: int) -> None:
+    """Half a step at most, but for what a rounded scale leaves beyond the last code: a value near the largest
+    magnitude and of the other sign is a step off, for codes end at 7.
+    """
+    kv = values(5, 3, head_dim)
+    stored = quantise_kv(kv, kv_format)
+    groups = kv_format.groups(head_dim)
+    assert (stored.codes.dtype, stored.scales.shape) == (torch.uint8, (5, 3, groups))
+    assert (stored.minima is not None) == kv_format.minimum
+    step = stored.scales.float().abs().repeat_interleave(head_dim // groups, -1)
+    error = (stored.worth() - kv).abs()
+    assert (error <= (1 + 2.0**-6) * step).all()
+    inside = (stored.codes > 0) & (stored.codes < 15)
+    assert (error <= (0.5 + 2.0**-6) * step)[inside].all()
+    first = (stored.codes == 0).reshape(5, 3, groups, -1)
+    assert first.any(-1).all(), "every group uses its first code"
+
+
+def test_the_largest_magnitude_is_code_minus_eight_of_either_sign() -> None:
+    kv = values(7, 64)
+    kv[:, 5], kv[:, 40] = 20, -20
+    stored = quantise_kv(kv, DEFAULT)
+    assert (stored.codes[:, [5, 40]] == 0).all()
+    assert (stored.scales[:, 0] == -2.5).all()
+    assert (stored.scales[:, 1] == 2.5).all()
+    torch.testing.assert_close(stored.worth()[:, [5, 40]], kv[:, [5, 40]])
+
+
+@pytest.mark.parametrize("kv_format", FORMS, ids=str)
+def test_one_value_throughout(kv_format: KvFormat) -> None:
+    assert torch.equal(quantise_kv(torch.zeros(2, 64), kv_format).worth(), torch.zeros(2, 64))
+    constant = quantise_kv(torch.full((2, 64), -1.5), kv_format).worth()
+    torch.testing.assert_close(constant, torch.full((2, 64), -1.5))
+
+
+@pytest.mark.parametrize("block", [1, 32, 64, 128])
+def test_a_rotation_is_its_own_inverse(block: int) -> None:
+    matrix = hadamard(block)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(block), rtol=0, atol=1e-6)
+    assert torch.equal(matrix, matrix.T)
+    x = values(3, 256)
+    torch.testing.assert_close(rotate(rotate(x, block), block), x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        (rotate(x, block) * rotate(2 * x, block)).sum(-1), (2 * x * x).sum(-1), rtol=1e-5, atol=0
+    )
+
+
+def test_no_rotation_and_no_power_of_two() -> None:
+    x = values(3, 64)
+    assert torch.equal(rotate(x, 0), x)
+    with pytest.raises(InputError, match="a power of two, not 48"):
+        hadamard(48)
+
+
+def test_a_rotation_spreads_an_outlier() -> None:
+    """What rotation is for: one large channel costs the others of its group their steps."""
+    k = values(100, 64)
+    k[:, 7] *= 10
+    plain = quantise_kv(k, DEFAULT).worth() - k
+    rotated = rotate(quantise_kv(rotate(k, 32), DEFAULT).worth(), 32) - k
+    assert rotated.square().mean() < 0.5 * plain.square().mean()
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_a_folded_rotation_changes_no_output(block: int) -> None:
+    """V comes out rotated, and what o gives is what it was."""
+    config = replace(CONFIGS["smollm2-135m"], num_hidden_layers=1)
+    heads, ops = config.heads, ReferenceOps(config, dtype=torch.float32)
+    qkv, o = values(heads.qkv_features, config.hidden_size) / 24, values(config.hidden_size, heads.q_features) / 24
+    x, rows = values(9, config.hidden_size), torch.arange(9, dtype=torch.int32)
+    table = torch.stack((torch.ones(9, 32), torch.zeros(9, 32)), -1)
+    results, pages = [], []
+    for w_qkv, w_o in ((qkv, o), fold_value_rotation(qkv, o, heads, block)):
+        k_pages, v_pages = (torch.zeros(1, 3, PAGE_SIZE, 64) for _ in range(2))
+        q = ops.qkv("prefill", x, row_sumsq(x), w_qkv, table, rows, rows.long(), k_pages, v_pages)
+        offsets, lengths = (torch.tensor(t, dtype=torch.int32) for t in ([0, 9], [9]))
+        block_table = torch.zeros(1, 1, dtype=torch.int32)
+        attended = ops.attention_prefill(q, k_pages, v_pages, block_table, offsets, lengths, max_seqlen_q=9)
+        results.append(ops.o("prefill", attended, w_o, torch.zeros(9, config.hidden_size)).x)
+        pages.append((k_pages, v_pages))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4 * float(results[0].abs().max()))
+    assert torch.equal(pages[1][0], pages[0][0])
+    torch.testing.assert_close(pages[1][1], rotate(pages[0][1], block), rtol=0, atol=1e-4)
+
+
+def test_a_head_as_a_group_has_one_scale() -> None:
+    assert quantise_kv(values(4, 128), KvFormat(HEAD)).scales.shape == (4, 1)
