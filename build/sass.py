@@ -36,13 +36,18 @@ def find_nvdisasm(settings: BuildSettings) -> Path:
     return Path(found)
 
 
-def count_instructions(cubin: Path, settings: BuildSettings) -> Counter[str]:
-    """Disassemble a cubin and count its mnemonics, modifiers included (HGMMA.64x128x16.F32.BF16)."""
+def instructions(cubin: Path, settings: BuildSettings) -> list[str]:
+    """Disassemble a cubin: its mnemonics in their order, modifiers included (HGMMA.64x128x16.F32.BF16)."""
     command = [str(find_nvdisasm(settings)), "--print-code", str(cubin)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         raise ToolchainError(f"{command[0]} cannot read {cubin}: {ran.stderr.strip() or ran.stdout.strip()}")
-    return Counter(_INSTRUCTION.findall(ran.stdout))
+    return _INSTRUCTION.findall(ran.stdout)
+
+
+def count_instructions(cubin: Path, settings: BuildSettings) -> Counter[str]:
+    """Disassemble a cubin and count its mnemonics."""
+    return Counter(instructions(cubin, settings))
 
 
 def occurrences(counts: Mapping[str, int], instruction: str) -> int:

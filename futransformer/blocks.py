@@ -49,6 +49,17 @@ class BlockScales:
 UNSCALED = BlockScales()
 
 
+@dataclass(frozen=True)
+class BlockGains:
+    """Gains of the norms behind o and down, float32 [H], where decode's weights cannot hold them; elsewhere none."""
+
+    middle: Tensor | None = None
+    end: Tensor | None = None
+
+
+UNGAINED = BlockGains()
+
+
 class Pass(Protocol):
     """The rows that go through the blocks together: where they stand, where their K and V go, whom they attend."""
 
@@ -156,10 +167,12 @@ def llama_block(
     v_pages: Tensor,
     scales: BlockScales = UNSCALED,
     kv_scale: Tensor | None = None,
+    gains: BlockGains = UNGAINED,
 ) -> Stream:
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
 
-    ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3.
+    ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3, ``gains`` for a phase whose weights
+    keep a checkpoint's codes.
     """
     phase, s = rows.phase, scales
     q = ops.qkv(
@@ -176,10 +189,18 @@ def llama_block(
         kv_scale=kv_scale,
     )
     attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale)
-    middle = ops.o(phase, attended, weights.o[phase], stream.residual, scale=s.o, fp8=None if s.o is None else s.middle)
+    middle = ops.o(
+        phase,
+        attended,
+        weights.o[phase],
+        stream.residual,
+        scale=s.o,
+        fp8=None if s.o is None else s.middle,
+        gain=gains.middle,
+    )
     x = _operand(ops, phase, middle, s.gate_up, s.middle if s.o is None else None, s.order)
     h = ops.gate_up(phase, x, middle.sumsq, weights.gate_up[phase], scale=s.gate_up, fp8=s.h)
-    return ops.down(phase, h, weights.down[phase], middle.residual, scale=s.down, fp8=s.end)
+    return ops.down(phase, h, weights.down[phase], middle.residual, scale=s.down, fp8=s.end, gain=gains.end)
 
 
 def _operand(

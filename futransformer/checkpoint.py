@@ -4,6 +4,9 @@
 checks every name, shape and type against the configuration before anything is converted. What it returns then reads
 lazily: at no time is more than one layer held in float32. Weights may be stored in BF16, F16 or F32; the product with
 the gain is taken in float32 and rounded to BF16 once. Nothing is unpickled, ever.
+
+Checkpoints that come quantised (futransformer.formats) are read either way: as logical weights like any other, from the
+dequantised values; or, where they are INT4 codes that decode's kernels can keep, as these codes, without gains.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from futransformer.formats import read_format
+from futransformer.formats.codes import DEQUANTISED_INSTEAD, FLOATS, Format, GroupedCodes, Groups, Stored
 from futransformer.generator.config import LlamaConfig, inverse_frequencies
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
 from futransformer.generator.json_reader import read_json
+from futransformer.quantize.int4 import Int4Weight
 
-STORED_TYPES = ("BF16", "F16", "F32")
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -62,23 +67,36 @@ class LogicalLayer:
     down: Tensor
 
 
+@dataclass(frozen=True)
+class CodedLayer:
+    """One layer's INT4 codes as the checkpoint has them: rows as in LogicalLayer, no gain in them."""
+
+    qkv: Int4Weight
+    o: Int4Weight
+    gate_up: Int4Weight
+    down: Int4Weight
+
+
 def load_checkpoint(folder: Path | str, config: LlamaConfig) -> Checkpoint:
     """Open the folder's safetensors and check them against ``config``."""
     folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; name the Hugging Face folder that holds config.json")
-    _refuse_quantised(folder)
-    return Checkpoint(folder, config, _locate(folder))
+    return Checkpoint(folder, config, _locate(folder), read_format(folder))
 
 
 class Checkpoint:
     """An opened, checked checkpoint: the logical weights, read when asked for."""
 
-    def __init__(self, folder: Path, config: LlamaConfig, files: dict[str, Any]) -> None:
-        """Check all of ``files``, tensor name -> opened file, against the configuration."""
+    def __init__(
+        self, folder: Path, config: LlamaConfig, files: dict[str, Any], stored_as: Format | None = None
+    ) -> None:
+        """Check all of ``files``, tensor name -> opened file, against the configuration and the format of its codes."""
         self.folder = folder
         self.config = config
+        self.format = stored_as
         self._files = files
+        self._coded: dict[str, tuple[int, int]] = {}  # module -> N, K of what is stored as codes
         self._check()
 
     def embedding(self) -> Tensor:
@@ -90,19 +108,54 @@ class Checkpoint:
         prefix = f"model.layers.{index}"
         input_gain = self._read(f"{prefix}.input_layernorm.weight")
         mlp_gain = self._read(f"{prefix}.post_attention_layernorm.weight")
-        q, k, v = (fold_gain(self._read(f"{prefix}.self_attn.{name}_proj.weight"), input_gain) for name in "qkv")
-        gate, up = (fold_gain(self._read(f"{prefix}.mlp.{name}_proj.weight"), mlp_gain) for name in ("gate", "up"))
+        q, k, v = (fold_gain(self._weight(f"{prefix}.self_attn.{name}_proj"), input_gain) for name in "qkv")
+        gate, up = (fold_gain(self._weight(f"{prefix}.mlp.{name}_proj"), mlp_gain) for name in ("gate", "up"))
         head_dim = self.config.head_dim
         return LogicalLayer(
             qkv=torch.cat((pair_order(q, head_dim), pair_order(k, head_dim), v)),
-            o=self._read(f"{prefix}.self_attn.o_proj.weight").to(torch.bfloat16),
+            o=self._weight(f"{prefix}.self_attn.o_proj").to(torch.bfloat16),
             gate_up=torch.cat((gate, up)),
-            down=self._read(f"{prefix}.mlp.down_proj.weight").to(torch.bfloat16),
+            down=self._weight(f"{prefix}.mlp.down_proj").to(torch.bfloat16),
         )
+
+    @property
+    def groups(self) -> Groups | None:
+        """Of the INT4 codes that all projections of all layers are stored as; None where they are not."""
+        return self.format.groups if self.format is not None else None
+
+    def check_codes(self) -> None:
+        """Refuse INT4 codes that decode's kernels cannot keep, as far as that takes no weight to be read."""
+        assert self.format is not None
+        for index in range(self.config.num_hidden_layers):
+            for module in projections_of(index):
+                if module not in self._coded:
+                    raise UnsupportedError(
+                        f"{self.folder}: {module} is not quantised, as others are ({self.format.title}): "
+                        f"{DEQUANTISED_INSTEAD}"
+                    )
+
+    def codes(self, index: int) -> CodedLayer:
+        """Return the codes of one layer's projections, exactly as they are stored."""
+        q, k, v, o, gate, up, down = (self._int4(module) for module in projections_of(index))
+        head_dim = self.config.head_dim
+        pairs = (weight.map_rows(lambda rows: pair_order(rows, head_dim)) for weight in (q, k))
+        return CodedLayer(qkv=Int4Weight.cat((*pairs, v)), o=o, gate_up=Int4Weight.cat((gate, up)), down=down)
+
+    def norm_gains(self) -> list[Tensor]:
+        """Return the gains of each layer's two norms, in order: 2 num_hidden_layers of float32 [hidden_size]."""
+        return [
+            self._read(f"model.layers.{index}.{norm}.weight").to(torch.float32, copy=True)
+            for index in range(self.config.num_hidden_layers)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        ]
+
+    def projection(self, module: str) -> Tensor:
+        """Return W [N, K] of a linear layer as the checkpoint has it, dequantised; no gain in it."""
+        return self._weight(module)
 
     def lm_head(self) -> Tensor:
         """Return the head [vocab_size, hidden_size] with the final norm's gain folded in; a tied one is a copy."""
-        weight = self._read(EMBEDDING if self.config.tie_word_embeddings else HEAD)
+        weight = self._read(EMBEDDING) if self.config.tie_word_embeddings else self._weight("lm_head")
         if self.config.tie_word_embeddings and HEAD in self._files and not torch.equal(weight, self._read(HEAD)):
             raise CheckpointError(
                 f"{self.folder}: the config ties the embeddings, yet {HEAD} differs from {EMBEDDING}; "
@@ -114,6 +167,32 @@ class Checkpoint:
         """Return (cos, sin) of every position that the model knows."""
         return rope_table(self.config, self.config.max_position_embeddings)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
+
+    def type_of(self, name: str) -> str:
+        """Safetensors' name of a tensor's type."""
+        kind: str = self._files[name].get_slice(name).get_dtype()
+        return kind
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
+        return self._read(name)
+
+    def _weight(self, module: str) -> Tensor:
+        """W [N, K] of a linear layer; float32 where it is stored as codes."""
+        if module not in self._coded:
+            return self._read(f"{module}.weight")
+        assert self.format is not None
+        return self.format.read(module, self._coded[module], self).dequantise()
+
+    def _int4(self, module: str) -> Int4Weight:
+        assert self.format is not None
+        codes = self.format.read(module, self._coded[module], self)
+        assert isinstance(codes, GroupedCodes)
+        return codes.int4()
+
     def _read(self, name: str) -> Tensor:
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
@@ -123,8 +202,8 @@ class Checkpoint:
 
     def _check(self) -> None:
         """Refuse missing, unexpected, misshapen and mistyped tensors."""
-        expected = expected_shapes(self.config)
-        for name, shape in expected.items():
+        expected = self._expected()
+        for name, (shapes, types) in expected.items():
             if name not in self._files:
                 if name == HEAD and self.config.tie_word_embeddings:
                     continue
@@ -133,21 +212,54 @@ class Checkpoint:
                     f"{self.folder}: {name} is missing; the checkpoint is incomplete, or not of this config{hint}"
                 )
             view = self._files[name].get_slice(name)
-            if tuple(view.get_shape()) != shape:
+            if tuple(view.get_shape()) not in shapes:
+                wanted = " or ".join(str(list(shape)) for shape in shapes)
                 raise CheckpointError(
-                    f"{self.folder}: {name} has shape {list(view.get_shape())}, the config asks for {list(shape)}; "
+                    f"{self.folder}: {name} has shape {list(view.get_shape())}, the config asks for {wanted}; "
                     "the weights and config.json belong to different models"
                 )
-            if view.get_dtype() not in STORED_TYPES:
+            if view.get_dtype() not in types:
                 raise CheckpointError(
-                    f"{self.folder}: {name} is stored as {view.get_dtype()}; supported: {', '.join(STORED_TYPES)}"
+                    f"{self.folder}: {name} is stored as {view.get_dtype()}; supported: {', '.join(types)}"
                 )
         for name in sorted(self._files):
-            if name not in expected and not name.endswith(OLD_ROPE):
+            spare = name.endswith(OLD_ROPE) or (self.format is not None and self.format.spare(name))
+            if name not in expected and not spare:
                 raise CheckpointError(
                     f"{self.folder}: {name} is not a tensor of this config (a bias, a further norm, or a layer beyond "
                     f"num_hidden_layers = {self.config.num_hidden_layers}); leaving it out would give wrong answers"
                 )
+
+    def _expected(self) -> dict[str, Stored]:
+        """Every tensor, the format's in place of the weights that it holds as codes."""
+        expected: dict[str, Stored] = {}
+        for name, shape in expected_shapes(self.config).items():
+            module = name.removesuffix(".weight")
+            tied = name == HEAD and self.config.tie_word_embeddings
+            if self.format is not None and len(shape) == 2 and name != EMBEDDING and not tied:
+                tensors = self.format.tensors(module, (shape[0], shape[1]), self)
+                if tensors is not None:
+                    expected.update(tensors)
+                    self._coded[module] = shape[0], shape[1]
+                    continue
+            expected[name] = Stored((shape,), FLOATS)
+        return expected
+
+
+def projections_of(index: int) -> tuple[str, ...]:
+    """The linear layers of a layer: q, k, v, o, gate, up, down."""
+    return tuple(
+        f"model.layers.{index}.{part}_proj"
+        for part in (
+            "self_attn.q",
+            "self_attn.k",
+            "self_attn.v",
+            "self_attn.o",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+        )
+    )
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -175,19 +287,6 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         FINAL_NORM: (hidden,),
         HEAD: (config.vocab_size, hidden),
     }
-
-
-def _refuse_quantised(folder: Path) -> None:
-    """Refuse checkpoints that were quantised elsewhere, by the name of their method."""
-    path = folder / "config.json"
-    content = read_json(path) if path.is_file() else {}
-    for key in ("quantization_config", "compression_config"):
-        if content.get(key):
-            method = content[key].get("quant_method", key) if isinstance(content[key], dict) else key
-            raise UnsupportedError(
-                f"{path}: {key}: {method} checkpoints are not supported; supported: unquantised safetensors in "
-                f"{', '.join(STORED_TYPES)}"
-            )
 
 
 def _locate(folder: Path) -> dict[str, Any]:

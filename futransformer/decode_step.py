@@ -22,6 +22,7 @@ from torch import Tensor
 
 from futransformer.blocks import DecodePass
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.graphs import capture
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.ops.interface import Ops
 
@@ -61,7 +62,7 @@ class DecodeStep:
 
     def _capture(self, pages: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with capture(graph):
             logits = self._run(pages)
         return graph, logits
 

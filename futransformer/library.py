@@ -132,13 +132,21 @@ class KernelLibrary:
         """See Ops.pack_scale."""
         return pack_scale(op, logical).to(self.device, torch.float32)
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """See Ops.gather_rows."""
         check_phase("gather_rows", phase)
         kernel = phase if fp8 is None else f"{phase}_fp8"
         if kernel not in self._gather_rows:
             raise InputError(f"gather_rows: {phase} of {self.precision.name} kernels writes no FP8: leave fp8 out")
-        return self._gather_rows[kernel](table, indices, fp8)
+        return self._gather_rows[kernel](table, indices, fp8, gain)
 
     def qkv(
         self,
@@ -225,9 +233,10 @@ class KernelLibrary:
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.o."""
-        return self._projections.add_to_residual(phase, "o", x, weight, residual, scale=scale, fp8=fp8)
+        return self._projections.add_to_residual(phase, "o", x, weight, residual, scale=scale, fp8=fp8, gain=gain)
 
     def gate_up(
         self,
@@ -251,9 +260,10 @@ class KernelLibrary:
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.down."""
-        return self._projections.add_to_residual(phase, "down", x, weight, residual, scale=scale, fp8=fp8)
+        return self._projections.add_to_residual(phase, "down", x, weight, residual, scale=scale, fp8=fp8, gain=gain)
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""

@@ -18,14 +18,24 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from futransformer.blocks import UNSCALED, DecodePass, LayerWeights, Packed, Pass, PrefillPass, llama_block
+from futransformer.blocks import (
+    UNGAINED,
+    UNSCALED,
+    BlockGains,
+    DecodePass,
+    LayerWeights,
+    Packed,
+    Pass,
+    PrefillPass,
+    llama_block,
+)
 from futransformer.checkpoint import Checkpoint, load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
+from futransformer.generator.errors import CheckpointError, InputError, UnsupportedError
+from futransformer.generator.precision import E4M3, INT4, Precision, gains_in_x, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
@@ -35,6 +45,7 @@ from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, Pref
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
+from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -59,6 +70,9 @@ class LlamaWeights:
     lm_head: Packed
     # of an FP8 prefill's weights: each layer's READERS, in order, as their GEMMs read them; of one in BF16 it is 1
     scales: tuple[Tensor, ...] = ()
+    # Where decode's weights keep a checkpoint's codes: float32 [H] of every norm, in order; of the last, whose gain the
+    # head holds, ones.
+    gains: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,9 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
-        INT4 weights of decode are rounded to nearest as they are loaded; prefill keeps a copy of its own type.
+        INT4 weights of decode are rounded to nearest as they are loaded, unless the checkpoint is of INT4 codes: those
+        stay as they are (``precision`` must have their groups). Prefill keeps a copy of its own type. Other codes are
+        dequantised, which ``progress`` hears.
         An FP8 precision takes the folder that `futransformer calibrate` wrote, or ``recipe`` in place of that
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         ``kv_scales`` are of a cache of E4M3, float32 [layers, 2] (futransformer.quantize.kv); None: a code is worth 1.
@@ -147,6 +163,10 @@ class Llama:
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference, bf16=bf16)
         check_memory(config.name, plan, target)
         checkpoint = load_checkpoint(folder, config)
+        check_sums(folder)
+        precision, note = serving(checkpoint, precision)
+        if note is not None and progress is not None:
+            progress(f"{config.name}: {note}")
         if ops is None:
             ops = make_ops(
                 config,
@@ -389,7 +409,9 @@ class Llama:
         """Embed and run all blocks: the stream before the final norm."""
         scaling = self.scaling if rows.phase == "prefill" else None
         first = None if scaling is None else scaling.embedding
-        stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first)
+        gains = self.weights.gains if rows.phase == "decode" else ()
+        gain = gains[0] if gains else None
+        stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first, gain=gain)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]
@@ -403,6 +425,7 @@ class Llama:
                 v_pages,
                 scales,
                 self.cache.scale(index),
+                BlockGains(*gains[2 * index + 1 : 2 * index + 3]) if gains else UNGAINED,
             )
         return stream
 
@@ -493,17 +516,50 @@ def make_ops(
     )
 
 
+def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, str | None]:
+    """The precision that serves a checkpoint, and what to say of its codes.
+
+    INT4 decode keeps INT4 codes. Then the gains of norms go into x, unless they are all one. What is asked for must
+    have the checkpoint's groups: UnsupportedError says which precision has.
+    """
+    stored_as, groups = checkpoint.format, checkpoint.groups
+    if precision.gain_in_x and groups is None:
+        raise UnsupportedError(
+            f"{checkpoint.folder} has no INT4 codes of its own, for which {precision.name} is; use "
+            f"{precision.name.replace('-gain', '')}"
+        )
+    if stored_as is None:
+        return precision, None
+    phases = " and ".join(dict.fromkeys((precision.prefill.name, precision.decode.name)))
+    if precision.decode != INT4 or groups is None:
+        advice = ""
+        if groups is not None and groups.suffix is not None:
+            advice = f"; decode keeps the codes with precision int4{groups.suffix}"
+        return precision, f"{stored_as.title}: dequantised, and served as {phases}{advice}"
+    if groups != (precision.group_size, precision.zero_points):
+        served = f"int4{groups.suffix}, which keeps its codes, or bf16" if groups.suffix is not None else "bf16"
+        raise UnsupportedError(
+            f"{checkpoint.folder} is {stored_as.title}, and precision {precision.name} has other groups; use {served}"
+        )
+    checkpoint.check_codes()
+    if any((gain != 1).any() for gain in checkpoint.norm_gains()):
+        precision = gains_in_x(precision)
+    return precision, f"{stored_as.title}: decode keeps the codes ({precision.name}), prefill reads them dequantised"
+
+
 def load_weights(
     checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision, recipe: Fp8Recipe | None = None
 ) -> LlamaWeights:
     """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice.
 
-    ``recipe`` is of an FP8 prefill.
+    ``precision`` is what ``serving`` gave; ``recipe`` is of an FP8 prefill.
     """
+    keeps_codes = precision.decode == INT4 and checkpoint.groups is not None
     scales: list[Tensor] = []
     layers = []
     for index in range(config.num_hidden_layers):
         logical = checkpoint.layer(index)
+        coded = checkpoint.codes(index) if keeps_codes else None
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
@@ -511,7 +567,9 @@ def load_weights(
                 # kernels read the code that is not a number as 480: a NaN that K alone had would look like an answer
                 raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
             decoded: Tensor | Int4Weight = weight
-            if precision.decode == INT4:
+            if coded is not None:
+                decoded = getattr(coded, op)
+            elif precision.decode == INT4:
                 name = f"{config.name}: layer {index}, {op}"
                 decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
             packed[op] = {"decode": ops.pack(op, "decode", decoded)}
@@ -523,12 +581,16 @@ def load_weights(
             packed[op]["prefill"] = ops.pack(op, "prefill", weight)
         layers.append(LayerWeights(**packed))
     lm_head = checkpoint.lm_head()
+    gains: list[Tensor] = []
+    if precision.gain_in_x:
+        gains = [gain.to(ops.device) for gain in (*checkpoint.norm_gains(), torch.ones(config.hidden_size))]
     return LlamaWeights(
         embedding=checkpoint.embedding().to(ops.device),
         rope_table=checkpoint.rope_table().to(ops.device),
         layers=layers,
         lm_head={phase: ops.pack("lm_head", phase, lm_head) for phase in PHASES},
         scales=tuple(scales),
+        gains=tuple(gains),
     )
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text, through the prefill or the decode kernels.
+"""Perplexity of a text, through the prefill or the decode kernels, or through both in turns.
 
 The text is tokenised whole and as it stands, without BOS, and cut into windows of ``context`` tokens that do not
 overlap (stride = context). Each window is read by itself; every token but a window's first is scored, given the
@@ -19,7 +19,7 @@ from torch import Tensor
 from futransformer.generator.errors import InputError
 from futransformer.model import Llama, check_numbers
 
-Through = Literal["prefill", "decode"]
+Through = Literal["prefill", "decode", "turns"]
 Progress = Callable[[int, int, float], None]
 
 
@@ -71,10 +71,10 @@ def score(
     """
     if batch < 1:
         raise InputError(f"the batch must be at least 1 window, not {batch}")
-    if through not in ("prefill", "decode"):
-        raise InputError(f"perplexity goes through prefill or decode, not {through!r}")
+    if through not in SCORERS:
+        raise InputError(f"perplexity goes through {', '.join(SCORERS)}, not {through!r}")
     chosen = split_windows(tokens, context, windows)
-    score_windows = score_by_prefill if through == "prefill" else score_by_decode
+    score_windows = SCORERS[through]
     scored: list[Tensor] = []
     for first in range(0, len(chosen), batch):
         for nll in score_windows(model, chosen[first : first + batch]):
@@ -109,6 +109,33 @@ def score_by_decode(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[
         negative_log_likelihood(model.decode(column), target.long()) for column, target in itertools.pairwise(columns)
     ]
     return iter(torch.stack(nll, 1))
+
+
+@torch.inference_mode()
+def score_by_turns(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """The same as a conversation: half of each window is read, three eighths are decoded, and the rest is read again.
+
+    Every token's likelihood rests on a cache that both kinds of kernels have written.
+    """
+    length = len(windows[0])
+    read, written = length // 2, length * 7 // 8
+    columns = torch.tensor(windows, device=model.ops.device).T.contiguous()
+    vocabulary = model.config.vocab_size
+    logits = [model.prefill([window[:read] for window in windows], rows="all").view(len(windows), -1, vocabulary)]
+    model.reserve([length - read] * len(windows))
+    logits += [model.decode(column.int())[:, None] for column in columns[read:written]]
+    rest = [window[written:] for window in windows]
+    logits.append(model.extend(rest, rows="all").view(len(windows), -1, vocabulary))
+    every = torch.cat(logits, 1)[:, :-1]
+    targets = columns[1:].T
+    return (negative_log_likelihood(*window) for window in zip(every, targets, strict=True))
+
+
+SCORERS: dict[Through, Callable[[Llama, Sequence[Sequence[int]]], Iterator[Tensor]]] = {
+    "prefill": score_by_prefill,
+    "decode": score_by_decode,
+    "turns": score_by_turns,
+}
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:

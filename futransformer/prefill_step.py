@@ -29,6 +29,7 @@ from torch import Tensor
 
 from futransformer.blocks import PrefillPass
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.graphs import capture
 from futransformer.kv_cache import CachedSequence, page_bucket, pages_for, token_slots
 
 CAPTURED_ROWS = 512  # an 8B layer of more rows keeps the device busy for longer than the host takes to launch it
@@ -174,7 +175,7 @@ class PrefillGraphs:
 
     def _capture(self, shape: PassShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capture(graph, self._pool):
             logits = self._run(shape)
         self._pool = graph.pool()
         return graph, logits

@@ -70,13 +70,21 @@ class ReferenceOps:
         """See Ops.pack_scale: logical order."""
         return logical.to(self.device, torch.float32)
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """See Ops.gather_rows."""
         inside = (indices >= 0) & (indices < table.shape[0])
         rows = table[torch.where(inside, indices, 0).long()]
         x = torch.where(inside[:, None], rows, torch.nan).to(self.dtype)
         residual = x if phase == "prefill" else x.to(torch.float32, copy=True)
-        return Stream(self._stored(x, fp8), row_sumsq(x), residual)
+        return Stream(self._stored(with_gain(x, gain), fp8), row_sumsq(x), residual)
 
     def qkv(
         self,
@@ -171,9 +179,10 @@ class ReferenceOps:
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.o."""
-        return self._add_linear(phase, x, weight, residual, scale, fp8)
+        return self._add_linear(phase, x, weight, residual, scale, fp8, gain)
 
     def gate_up(
         self,
@@ -198,9 +207,10 @@ class ReferenceOps:
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.down."""
-        return self._add_linear(phase, x, weight, residual, scale, fp8)
+        return self._add_linear(phase, x, weight, residual, scale, fp8, gain)
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
@@ -223,12 +233,20 @@ class ReferenceOps:
         return self._linear(x, weight, scale).mul_(rstd)
 
     def _add_linear(
-        self, phase: Phase, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor | None, fp8: Fp8Output | None
+        self,
+        phase: Phase,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        scale: Tensor | None,
+        fp8: Fp8Output | None,
+        gain: Tensor | None,
     ) -> Stream:
         """Residual + x W^T in place of ``residual``: float32 in decode; in prefill our type, or a copy of that type."""
         added = self._linear(x, weight, scale).add_(residual)
         stored = residual.to(torch.float32 if phase == "decode" else self.dtype).copy_(added)
-        return Stream(stored.to(self.dtype) if fp8 is None else self._stored(added, fp8), row_sumsq(added), stored)
+        read = with_gain(stored if fp8 is None else added, gain)
+        return Stream(self._stored(read, fp8), row_sumsq(added), stored)
 
     def _stored(self, values: Tensor, fp8: Fp8Output | None) -> Tensor:
         """Values as the next GEMM reads them: in our type, or as FP8 codes (of float32, codes that are not rounded)."""
@@ -260,6 +278,11 @@ class ReferenceOps:
         total = p.sum(-1, keepdim=True)
         attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / total
         return attended.permute(2, 0, 1, 3).flatten(1)
+
+
+def with_gain(x: Tensor, gain: Tensor | None) -> Tensor:
+    """What the next GEMM reads of the residual stream before it is rounded: its columns times the gain, if given."""
+    return x if gain is None else x.float() * gain
 
 
 def as_bytes(codes: Tensor) -> Tensor:

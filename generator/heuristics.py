@@ -136,11 +136,13 @@ def decode_gemm_spec(
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
     """
-    if decode_element(op, precision) == INT4:
+    element = decode_element(op, precision)
+    if element == INT4:
         spec = _int4(op, n, k, batch_tile, precision, heads)
     else:
-        spec = _whole(op, n, k, batch_tile, decode_element(op, precision), heads)
-    return replace(spec, kv=written_kv(op, precision))
+        spec = _whole(op, n, k, batch_tile, element, heads)
+    gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
+    return replace(spec, kv=written_kv(op, precision), gain_in_x=gain_in_x)
 
 
 def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
@@ -251,30 +253,36 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> Deco
 
 
 def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
-    """INT4 weights: blocks that all run at once, of as many row tiles as leave no multiprocessor without one.
+    """INT4 weights: as many row tiles a block as leave no multiprocessor without one, and where they are few a cluster.
 
-    More than eight sequences read x of more row tiles at a time, by a cluster that splits K. x comes by lanes, each of
-    whose warps has all row tiles and K of its own, as long as registers hold it.
+    Up to eight sequences a warp has all row tiles and a K of its own, so that it makes integers of its x once: eight
+    tiles and more, of which registers hold 12 for four sequences (8B, o: 4.6 us; of four tiles 5.1, of two 5.9). A
+    cluster of four needs half a multiprocessor at most: not all places for 32 of whole ones exist (qkv at 32
+    sequences: 21 us, in clusters of two 10.6). x comes by lanes as long as registers hold it.
     """
     group_k = packed_group(k, precision.group_size)
     tiles, units = n // ROW_TILE, k // group_k
-    row_tiles, split_k = _wide(tiles, batch_tile, 1) or 1, 1
-    most = min(8, batch_tile // 4)
-    while 2 * row_tiles <= most and tiles % (2 * row_tiles) == 0 and units % (2 * split_k) == 0:
-        row_tiles, split_k = 2 * row_tiles, 2 * split_k
-    by_lanes = batch_tile <= 8 or (batch_tile <= 32 and row_tiles <= 4)
+    row_tiles, split_k = _wide(tiles, batch_tile, 1, most=14 if batch_tile >= 32 else 8) or 1, 1
+    most = {4: 12, 8: 8}.get(batch_tile, 6)
+    for blocks in (4, 2) if row_tiles < MIN_ROW_TILES else ():
+        if blocks * row_tiles <= most and tiles % (blocks * row_tiles) == 0 and units % blocks == 0:
+            row_tiles, split_k = blocks * row_tiles, blocks
+            break
+    by_lanes = batch_tile <= 8 or row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0)
     if by_lanes:
-        warp_rows, warp_split, steps = 1, 8 if row_tiles <= 4 else 4, 1
+        long = batch_tile == 16 and row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
+        warp_rows, warp_split = 1, 8 if long else 4
+        steps = max(1, MAX_STAGE_K // (warp_split * group_k))
     else:
         warp_rows = row_tiles // 2 if batch_tile <= 32 and row_tiles % 2 == 0 else row_tiles
-        room = shared_share(2 if batch_tile <= 32 else 1) - inbox_bytes(batch_tile, row_tiles, split_k)
+        room = shared_share(1 if batch_tile > 32 or row_tiles > 8 else 2) - inbox_bytes(batch_tile, row_tiles, split_k)
         step_bytes = group_k * (ROW_TILE * row_tiles * 5 // 8 + 2 * batch_tile)  # at least, of each warp of a row
         fit = min(8 // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
         least = -(-batch_tile // (32 * warp_rows))  # a lane for every sequence
         warp_split = max(least, 1 << max(fit, 1).bit_length() - 1)
-        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 else 1
+        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 or split_k > 1 else 1
 
-    def spec(stages: int) -> DecodeGemmSpec:
+    def spec(stages: int, x_ahead: int) -> DecodeGemmSpec:
         return DecodeGemmSpec(
             op,
             INT4,
@@ -288,25 +296,34 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
             stages,
             steps * warp_split * group_k,
             heads,
-            int(by_lanes),
+            x_ahead,
             group_k=group_k,
             zero_points=precision.zero_points,
         )
 
-    two = spec(2)
-    fit = (shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)) // (two.stage_bytes + 16)
-    chosen = spec(max(2, min(fit, MAX_STAGES, -(-k // (split_k * two.stage_k)))))
+    two = spec(2, int(by_lanes))
+    of_slice = -(-k // (split_k * two.stage_k))
+    inbox = inbox_bytes(batch_tile, row_tiles, split_k)
+    fit = (shared_share(2) - inbox) // (two.stage_bytes + 16)
+    # Of eight sequences, two stages ahead of an odd number take more registers than there are.
+    ahead = 2 if batch_tile == 4 or (batch_tile == 8 and of_slice % 2 == 0) else 1
+    ring = not by_lanes or (batch_tile == 8 and split_k == 2 and row_tiles > MIN_ROW_TILES)  # 8B, qkv: 7.6 us, not 8.1
+    if ring:
+        stage_bytes = spec(2, 0).stage_bytes + 16
+        fit, whole = ((shared_share(blocks) - inbox) // stage_bytes for blocks in (2, 1))
+        fit = max(fit, min(whole, MIN_STAGES))  # a multiprocessor to itself, before too short a ring
+    chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), 0 if ring else ahead)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
 
 
-def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES) -> int | None:
+def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:
     """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
 
     Many tiles share x, but one thread issues a copy in about 48 ns, in which a multiprocessor takes in 1.6 KB: up to 32
     sequences, more than 8 tiles would leave copies of 2 KB.
     """
-    most = 8 if batch_tile <= 32 else 14
+    most = most or (8 if batch_tile <= 32 else 14)
     fitting = [r for r in range(least, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
 
     def busiest(row_tiles: int) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def make_plan(
     shapes = projections(config)
     gather_rows = {
         "prefill": GatherRowsSpec(BF16, config.hidden_size),
-        "decode": GatherRowsSpec(BF16, config.hidden_size, residual=True),
+        "decode": GatherRowsSpec(BF16, config.hidden_size, residual=True, gain=row.gain_in_x),
     }
     if row.prefill == E4M3:
         gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)

@@ -44,7 +44,8 @@ class Precision:
     """Which element each phase of the model reads; ``weight_scales`` and ``accumulation`` are of FP8 GEMMs.
 
     ``group_size`` (one of ``GROUP_SIZES``, or ``CHANNEL``) and ``zero_points`` are of INT4 decode weights. The last
-    group of a row is shorter where K is no multiple of it.
+    group of a row is shorter where K is no multiple of it. With ``gain_in_x`` these weights keep the codes that a
+    checkpoint came with, and the gains of norms are in the x that decode writes.
 
     ``atol`` and ``rtol_factor`` are the tolerance rule of the kernels' tests: the error against a float32 reference
     may be at most ``rtol_factor`` times that of PyTorch in the same element type, plus ``atol`` times the largest
@@ -62,6 +63,7 @@ class Precision:
     accumulation: Accumulation = "fast"
     group_size: int = 128
     zero_points: bool = False
+    gain_in_x: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -88,19 +90,19 @@ PRECISIONS: dict[str, Precision] = {
     "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
 
-# a row of INT4 weights, and their groups: int4-g32-asym
-_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?")
-_KV8 = "-kv8"
+# a row of INT4 weights, their groups, and where gains are: int4-g32-asym-gain
+_INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-gain)?")
+_GAIN, _KV8 = "-gain", "-kv8"
 PRECISION_NAMES = (
-    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, and with -asym; all of them with -kv8)"
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8)"
 )
 
 
 def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
-    The rows of INT4 weights take other groups by suffix, and zero points: int4-g32, int4-channel-asym, fp8-int4-g64.
-    Any row over BF16 pages takes pages of E4M3 by a last suffix: fp8-int4-g32-kv8.
+    The rows of INT4 weights take other groups by suffix, zero points, and gains in x: int4-g32, int4-channel-asym,
+    fp8-int4-g64, int4-gain. Any row over BF16 pages takes pages of E4M3 by a last suffix: fp8-int4-g32-kv8.
     """
     if isinstance(name, Precision):
         return name
@@ -115,6 +117,19 @@ def get_precision(name: str | Precision) -> Precision:
         size = CHANNEL if parts[3] else int(parts[2] or row.group_size)
         if size in (*GROUP_SIZES, CHANNEL):
             group = "" if size == row.group_size else "-channel" if size == CHANNEL else f"-g{size}"
-            full_name = f"{row.name}{group}{parts[4] or ''}"
-            return replace(row, name=full_name, group_size=size, zero_points=parts[4] is not None)
+            return replace(
+                row,
+                name=f"{row.name}{group}{parts[4] or ''}{parts[5] or ''}",
+                group_size=size,
+                zero_points=parts[4] is not None,
+                gain_in_x=parts[5] is not None,
+            )
     raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")
+
+
+def gains_in_x(row: Precision) -> Precision:
+    """The same row of INT4 weights, with the gains of norms in the x that decode writes."""
+    if row.gain_in_x:
+        return row
+    base = row.name.removesuffix(_KV8)
+    return replace(row, name=base + _GAIN + row.name[len(base) :], gain_in_x=True)

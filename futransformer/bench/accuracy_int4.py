@@ -1,11 +1,15 @@
 """What INT4 decode weights cost a real model, and whether its kernels agree with the reference of that quantisation.
 
     futransformer bench accuracy --precision int4-g32-asym --model MODEL --text FILE [--kernels DIR] ...
+    futransformer bench accuracy --precision fp8-int4-g32-asym ... [--calibration FILE]
 
 Every token of the text is decoded, 64 windows abreast, and the first windows at 1, 4, 8 and 32 abreast. The reference
 has decode's weights and rounding points, but reads a window in one pass, which is faster by far. Beside the difference
 of each token stands how far two references are apart that accumulate in float32 and in float64: a value near a rounding
 boundary falls either way.
+
+With an FP8 prefill it is the product's own path that is measured, on a few windows: half of each is read in FP8, three
+eighths are decoded on the cache that this wrote, and the rest is read as another turn.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from futransformer.generator.config import load_config
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Phase, Stream
+from futransformer.quantize.calibrate import calibrate
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
 
@@ -31,14 +37,23 @@ BATCH = 8  # windows a pass of a reference
 ABREAST = 64  # windows that are decoded together
 PARTS = (1, 4, 8, 32)
 PART_WINDOWS = 16  # of a part, or as many as it has abreast
+TURN_WINDOWS = 8  # through both phases, where the references decode token by token
 
 
 class DecodeInPasses(ReferenceOps):
     """The reference, whose prefill rounds where decode does: the residual stream is float32, x its rounded copy."""
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """See Ops.gather_rows."""
-        return super().gather_rows("decode", table, indices, fp8=fp8)
+        return super().gather_rows("decode", table, indices, fp8=fp8, gain=gain)
 
     def _add_linear(self, phase: Phase, *rest: Any) -> Stream:
         return super()._add_linear("decode", *rest)
@@ -85,14 +100,42 @@ def perplexity_rows(
     return rows
 
 
-def rows(model: Path, text: str, precision: str, kernels: Path | None) -> list[dict[str, Any]]:
-    """Measure a Hugging Face folder on a text; ``kernels`` is a folder of exports, named NAME-PRECISION."""
+def turn_rows(ours: Llama, references: dict[str, Llama], tokens: list[int], name: str) -> list[dict[str, Any]]:
+    """The first windows through both phases; ``references``: "float32" and "float64", of the same recipe."""
+    options: dict[str, Any] = {"windows": TURN_WINDOWS, "batch": TURN_WINDOWS, "through": "turns"}
+    result, seconds = timed_score(ours, tokens, **options)
+    same = {kind: timed_score(model, tokens, **options)[0] for kind, model in references.items()}
+    case = f"perplexity/{name}/through=turns/ctx={CONTEXT}/windows={result.windows}/B={TURN_WINDOWS}"
+    row = perplexity_row(case, result, {"reference": same["float32"]}, seconds)
+    floor = perplexity_row("", same["float32"], {"float64": same["float64"]}, 0)["nll_minus_float64"]
+    return [row | {"noise_floor_reference_float32_minus_float64": floor}]
+
+
+def rows(
+    model: Path, text: str, precision: str, kernels: Path | None, calibration: str | None = None
+) -> list[dict[str, Any]]:
+    """Measure a Hugging Face folder on a text; ``kernels`` is a folder of exports, named NAME-PRECISION.
+
+    ``calibration`` is the text for the scales of an FP8 prefill.
+    """
     config, row = load_config(model), get_precision(precision)
     name = config.name.lower().removesuffix("-instruct")
     options: dict[str, Any] = {"cache_tokens": ABREAST * (CONTEXT + 64), "precision": row}
-    folder = kernels / f"{name}-{row.name}" if kernels else None
-    ours = Llama.from_pretrained(model, kernels=folder, device="cuda", **options)
+    folder, called = kernels / f"{name}-{row.name}" if kernels else None, f"{name}/{row.name}-rtn-{row.kv.name}"
+    tokens = Tokenizer(model).encode(text)
     torch.backends.cuda.matmul.allow_tf32 = False
+    if calibration is not None:
+        unknown = Fp8Recipe.unknown(config.num_hidden_layers)
+        ours = Llama.from_pretrained(model, kernels=folder, device="cuda", recipe=unknown, **options)
+        scales = calibrate(ours, Tokenizer(model).encode(calibration), context=CONTEXT).scales
+        references = {
+            kind: Llama.from_pretrained(
+                model, ops=ops(config, device=ours.ops.device), recipe=Fp8Recipe(scales), **options
+            )
+            for kind, ops in (("float32", ReferenceOps), ("float64", DoubleOps))
+        }
+        return turn_rows(ours, references, tokens, called)
+    ours = Llama.from_pretrained(model, kernels=folder, device="cuda", **options)
     references = {
         kind: reading_as_decoding(Llama.from_pretrained(model, ops=ops(config, device=ours.ops.device), **options))
         for kind, ops in (("float32", DecodeInPasses), ("float64", DoubleDecodeInPasses))
@@ -100,5 +143,4 @@ def rows(model: Path, text: str, precision: str, kernels: Path | None) -> list[d
     bf16 = Llama.from_pretrained(
         model, ops=ReferenceOps(config, device=ours.ops.device), cache_tokens=options["cache_tokens"]
     )
-    tokens = Tokenizer(model).encode(text)
-    return perplexity_rows(ours, references, bf16, tokens, f"{name}/{row.name}-rtn-bf16")
+    return perplexity_rows(ours, references, bf16, tokens, called)

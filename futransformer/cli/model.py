@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SMALL_MODEL = "smollm2-135m"
 FP8_PRECISIONS = [name for name, precision in PRECISIONS.items() if precision.prefill == E4M3]
 # Windows at a time: a prefill pass is full at a few thousand tokens, a decode step reads all weights for each batch.
-DEFAULT_BATCH = {"prefill": 4, "decode": 32}
+DEFAULT_BATCH = {"prefill": 4, "decode": 32, "turns": 8}
 SATURATED_SHOWN = 5  # results whose count is printed; JSON has all
 
 
@@ -63,12 +63,16 @@ def add_parsers(subparsers: Subparsers) -> None:
     perplexity.add_argument(
         "--through",
         choices=tuple(DEFAULT_BATCH),
-        help="the kernels to measure (default: prefill, but decode where that reads INT4)",
+        help="the kernels to measure, or turns: half of a window is read, three eighths are decoded, the rest is read "
+        "(default: prefill, but decode where that reads INT4)",
     )
     perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
     perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
     perplexity.add_argument(
-        "--batch", type=int, metavar="N", help="windows at a time (default: 4 through prefill, 32 through decode)"
+        "--batch",
+        type=int,
+        metavar="N",
+        help="windows at a time (default: 4 through prefill, 32 through decode, 8 in turns)",
     )
     perplexity.add_argument(
         "--nll", type=Path, metavar="FILE", help="write each token's -log p as a float32 .npy array"
@@ -180,7 +184,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     if args.nll is not None:
         with args.nll.open("wb") as stream:
             np.save(stream, result.nll.numpy())
-    plain = getattr(precision, through) == BF16 and not precision.name.startswith(BF16.name)
+    read = through != "turns" and getattr(precision, through) == BF16
+    plain = read and not precision.name.startswith(BF16.name)
     report: dict[str, Any] = {
         **_what_computed(model, args.precision),
         **({through: BF16.name} if plain else {}),  # the precision's name speaks of the other phase

@@ -63,6 +63,11 @@ class DecodeGemm:
         """See ProjectionGemm.scales."""
         return 0
 
+    @property
+    def gain_in_x(self) -> bool:
+        """See ProjectionGemm.gain_in_x."""
+        return self._choose(1)[1].gain_in_x
+
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
         """Run on x [m, k] with m >= 1."""
         kernel, spec = self._choose(x.shape[0])

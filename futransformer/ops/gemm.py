@@ -25,6 +25,7 @@ class PrefillGemm:
         _, spec = self._choose(1)
         self._weight_shape = spec.n, spec.k
         self.operand = self.weight_type = DTYPES[spec.element]
+        self.gain_in_x = False
         self.kv = spec.kv
         self.scales = 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 

@@ -46,6 +46,10 @@ class Ops(Protocol):
 
     Where pages hold E4M3 codes, ``kv_scale`` float32 [2] is what a code of K and a code of V is worth, else None: qkv
     writes K / kv_scale[0] and V / kv_scale[1], rounded to nearest even, saturated at 448.
+
+    Where decode's weights keep the codes of a checkpoint (Precision.gain_in_x), ``gain`` is float32 [H], that of the
+    norm before whatever reads the stream next: x is the residual times it, rounded. Elsewhere it is None, and the gain
+    lies in the next weight.
     """
 
     device: torch.device
@@ -71,7 +75,15 @@ class Ops(Protocol):
         """Turn the scales of an FP8 weight, [1] or [N] for its logical rows, into what this backend's GEMM reads."""
         ...
 
-    def gather_rows(self, phase: Phase, table: Tensor, indices: Tensor, *, fp8: Fp8Output | None = None) -> Stream:
+    def gather_rows(
+        self,
+        phase: Phase,
+        table: Tensor,
+        indices: Tensor,
+        *,
+        fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
+    ) -> Stream:
         """Return a stream that begins with rows ``indices`` [T] of ``table`` [R, H] (BF16); sumsq is [T, 1]."""
         ...
 
@@ -134,6 +146,7 @@ class Ops(Protocol):
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...
@@ -160,6 +173,7 @@ class Ops(Protocol):
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """Add x W^T to ``residual`` in place: BF16 in prefill, float32 in decode; return the stream."""
         ...

@@ -17,7 +17,7 @@ from futransformer.generator.precision import Element
 from futransformer.generator.specs import Heads
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
 from futransformer.ops.pages import check_pages
-from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments
+from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments, gain_argument
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -51,6 +51,11 @@ class ProjectionGemm(Protocol):
     @property
     def scales(self) -> int:
         """Scales of its sums: 1, one for each row of the packed weight, or 0 where the operands are not scaled."""
+        ...
+
+    @property
+    def gain_in_x(self) -> bool:
+        """Whether what it writes of the residual stream is times a gain."""
         ...
 
     def launch(self, x: Tensor, weight: Tensor, **epilogue: Argument) -> None:
@@ -161,6 +166,7 @@ class Projections:
         *,
         scale: Tensor | None = None,
         fp8: Fp8Output | None = None,
+        gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.o and Ops.down."""
         k = self.heads.q_features if op == "o" else self.config.intermediate_size
@@ -171,8 +177,9 @@ class Projections:
         out = residual if phase == "prefill" else self._empty(rows, hidden, BF16)
         sumsq = self._empty(rows, gemm.sumsq_parts(rows), FP32)
         written = self._fp8(op, gemm.operand == E4M3, fp8, (rows, hidden))
+        gained = gain_argument(op, gemm.gain_in_x, gain, hidden, self.device)
         if rows:
-            gemm.launch(x, weight, **scaled, residual=residual, out=out, sumsq_out=sumsq, **written)
+            gemm.launch(x, weight, **scaled, residual=residual, out=out, sumsq_out=sumsq, **written, **gained)
         return Stream(written.get("out_fp8", out), sumsq, residual)
 
     def gate_up(

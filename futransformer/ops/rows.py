@@ -8,7 +8,7 @@ from torch import Tensor
 from futransformer.driver import Kernel
 from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
 from futransformer.ops.interface import Fp8Output, Stream
-from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments
+from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments, gain_argument
 
 
 class GatherRows:
@@ -20,7 +20,9 @@ class GatherRows:
         self.spec = kernel.spec
         self.kernel = kernel
 
-    def __call__(self, table: Tensor, indices: Tensor, fp8: Fp8Output | None = None) -> Stream:
+    def __call__(
+        self, table: Tensor, indices: Tensor, fp8: Fp8Output | None = None, gain: Tensor | None = None
+    ) -> Stream:
         """See Ops.gather_rows. An index outside the table gives a row, and a sum of squares, of NaN."""
         device = self.kernel.device
         check_tensor("gather_rows", "table", table, (None, self.spec.k), torch.bfloat16, device)
@@ -36,6 +38,7 @@ class GatherRows:
             written |= arguments
         if self.spec.residual:
             written["residual"] = torch.empty(rows, self.spec.k, dtype=torch.float32, device=device)
+        written |= gain_argument("gather_rows", self.spec.gain, gain, self.spec.k, device)
         if rows:
             self.kernel.launch((rows, 1, 1), table=table, table_rows=table.shape[0], indices=indices, **written)
         return Stream(written.get("out_fp8", x), sumsq, written.get("residual", x))

@@ -56,6 +56,18 @@ def fp8_arguments(op: str, written: bool, fp8: Fp8Output | None, device: torch.d
     return {"out_scale": fp8.scale, "amax": fp8.amax, "saturated": fp8.saturated}
 
 
+def gain_argument(op: str, taken: bool, gain: Tensor | None, hidden: int, device: torch.device) -> dict[str, Tensor]:
+    """Check the gain that the stream is written with, if the kernel takes one."""
+    if taken != (gain is not None):
+        needs = "needs the gain of the next norm" if taken else "takes no gain: the next weight holds it"
+        raise InputError(f"{op}: the kernel {needs}")
+    if gain is None:
+        return {}
+    check_tensor(op, "gain", gain, (hidden,), torch.float32, device)
+    check_aligned(op, "gain", gain, 16)
+    return {"gain": gain}
+
+
 def check_phase(op: str, phase: str) -> None:
     """Require one of the two phases, in whose layouts weights are packed and kernels are kept."""
     if phase not in ("prefill", "decode"):

@@ -26,7 +26,7 @@ from futransformer.ops.interface import Ops
 from futransformer.quantize.calibrate import LearningOps
 from futransformer.quantize.fp8 import quantize_weight
 
-WINDOWS, CONTEXT = 4, 256  # that are read once for every part
+WINDOWS, CONTEXT = 2, 512  # that are read once for every part
 ROWS = 256  # of logits that are compared at a time
 
 

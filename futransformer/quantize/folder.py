@@ -44,14 +44,18 @@ from futransformer.quantize.stored import StoredWeights, save_weights
 FORMAT = 2
 READ_FORMATS = (1, FORMAT)
 DESCRIPTION_FILE = "futransformer.json"
+INT4_SECTION = "int4_weights"  # of the description of a quantised model, not of a calibrated one
 SCALES_FILE = "fp8_scales.safetensors"
 WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
 CARRIED = (*CHECKED, "*.txt", "*.md", "LICENSE*", "NOTICE*")
 
 
-def check_output(source: Path, output: Path, *, force: bool) -> None:
-    """Refuse a folder that cannot be written, or must not be, before what is to lie there is computed."""
+def check_output(source: Path, output: Path, *, force: bool, what: str = "calibrated model") -> None:
+    """Refuse a folder that cannot be written, or must not be, before what is to lie there is computed.
+
+    What it may replace is what we wrote, and that only by ``force``.
+    """
     here, there = source.resolve(), output.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise InputError(f"--output {output} overlaps the model's folder {source}: name a folder beside it")
@@ -60,12 +64,12 @@ def check_output(source: Path, output: Path, *, force: bool) -> None:
         raise InputError(f"--output {output} is {where}, which no other can replace: name a folder inside it")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         if not (output / DESCRIPTION_FILE).is_file():
-            raise InputError(f"--output {output} holds something else than a calibrated model: name a new folder")
+            raise InputError(f"--output {output} holds something else than a {what}: name a new folder")
         if not force:
             raise InputError(
-                f"--output {output} holds a calibrated model: replace it with --force, or name a new folder"
+                f"--output {output} holds a model written before: replace it with --force, or name a new folder"
             )
-    with _scratch_beside(output, next(parent for parent in there.parents if parent.exists())):
+    with scratch_beside(output, next(parent for parent in there.parents if parent.exists()), what):
         pass
 
 
@@ -81,11 +85,11 @@ def write_folder(
     """Write the model of ``source`` with its recipe; ``calibration`` says where that comes from, in JSON's types."""
     check_output(source, output, force=force)
     there = output.resolve()  # a link stays one
-    with _scratch_beside(output, there.parent) as scratch:
+    with scratch_beside(output, there.parent) as scratch:
         written = scratch / "written"
         written.mkdir()
-        weights = _weight_files(source)
-        for name in _carried_files(source, weights):
+        weights = weight_files(source)
+        for name in carried_files(source, weights):
             shutil.copyfile(source / name, written / name)
         for name in weights:
             _link_or_copy((source / name).resolve(), written / name)
@@ -108,7 +112,7 @@ def write_folder(
         }
         text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
         (written / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
-        _publish(written, there, scratch / "replaced")
+        publish(written, there, scratch / "replaced")
 
 
 def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
@@ -116,13 +120,13 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
     command = f"futransformer calibrate {shlex.quote(str(folder))} --output OUT"
     again = f"calibrate again: {command}"
     path = folder / DESCRIPTION_FILE
+    first = f"calibrate it first, and then name OUT, a folder beside it: {command}"
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; calibrate it first, and then name OUT, a "
-            f"folder beside it: {command}"
-        )
+        raise CheckpointError(f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; {first}")
     try:
         description = JsonReader(path, read_json(path))
+        if description.has(INT4_SECTION):
+            raise CheckpointError(f"{folder} has no FP8 scales, it holds INT4 weights alone; {first}")
         version = description.integer("format")
         sums = description.section("sha256")
         beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))
@@ -169,22 +173,22 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def _scratch_beside(output: Path, parent: Path) -> Iterator[Path]:
+def scratch_beside(output: Path, parent: Path, what: str = "calibrated model") -> Iterator[Path]:
     """A temporary folder on the file system of ``output``, in ``parent``; what goes wrong within is a BuildError."""
-    with storage_errors("the calibrated model", output, "choose another with --output"):
+    with storage_errors(f"the {what}", output, "choose another with --output"):
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=parent) as scratch:
             yield Path(scratch)
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The safetensors that the model consists of; ``load_checkpoint`` has checked them."""
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     return sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
 
 
-def _carried_files(folder: Path, weights: list[str]) -> list[str]:
+def carried_files(folder: Path, weights: list[str]) -> list[str]:
     """All else that belongs to the model; an index without its shards does not, nor an earlier calibration."""
     left_out = {DESCRIPTION_FILE, *([INDEX_FILE] if weights == [SINGLE_FILE] else [])}
     names = {path.name for pattern in CARRIED for path in folder.glob(pattern) if path.is_file()}
@@ -198,7 +202,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _publish(written: Path, output: Path, replaced: Path) -> None:
+def publish(written: Path, output: Path, replaced: Path) -> None:
     """Move the finished folder into place; one that lies there leaves by the rename just before."""
     try:
         if output.exists():

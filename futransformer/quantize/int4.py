@@ -8,6 +8,7 @@ is shorter where K is no multiple of g.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,24 @@ class Int4Weight:
         """The same weight on this device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return Int4Weight(self.codes.to(device), self.scales.to(device), zeros, self.group_size)
+
+    def map_rows(self, order: Callable[[Tensor], Tensor]) -> Int4Weight:
+        """The weight whose rows are those that ``order`` makes of a tensor [N, ...]."""
+        zeros = None if self.zeros is None else order(self.zeros)
+        return Int4Weight(order(self.codes), order(self.scales), zeros, self.group_size)
+
+    @staticmethod
+    def cat(weights: Iterable[Int4Weight]) -> Int4Weight:
+        """The rows of several weights of the same groups, one after another."""
+        first, *others = weights
+        every = [first, *others]
+        zeros = [weight.zeros for weight in every if weight.zeros is not None]
+        return Int4Weight(
+            torch.cat([weight.codes for weight in every]),
+            torch.cat([weight.scales for weight in every]),
+            torch.cat(zeros) if zeros else None,
+            first.group_size,
+        )
 
     def dequantise(self) -> Tensor:
         """W in float32, exactly: a scale has 11 bits and a code less its zero point four."""

@@ -6,7 +6,8 @@ then not W but the weight whose results on those codes come nearest to W's on wh
 arXiv 2504.02692).
 
 Rows count as they count in what follows: x before qkv and gate_up times its rstd, what o and down read times the rstd
-of the stream that they have added to. Else the first token's row, whose values are the largest by far, would be all.
+of the stream that they have added to; and none for more than ``LOUDEST`` median rows. Else a first token's row, whose
+values are the largest by far, would be all that there is to a matrix and its dampening.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from futransformer.quantize.plain_stream import PlainStream
 ROWS = 4096  # of a product's operands, in float32 at a time
 # Of the mean of the Gram matrix's diagonal: how much the text must say to move a weight's target away from the weight.
 PRIOR = 0.01
+LOUDEST = 4.0  # times the median of rows' sums of squares
 
 
 class Rounding(NamedTuple):
@@ -130,23 +132,28 @@ class SequentialOps:
         logical = getattr(layer, op).to(x.device)
         place = f"{self._model.config.name}: layer {index}, {op}"
         _, scale = quantize_weight(place, logical, self._rounding.granularity)
+        energy = (x.float() * row_weights).square().sum(1, keepdim=True)
+        quieter = (LOUDEST * energy.median() / energy).clamp_max_(1).sqrt_().nan_to_num_(1)  # a row of zeros is 0 / 0
+        row_weights = row_weights * quieter
         gram = product(x, x, row_weights, row_weights)
         target = logical.float()
         if self._plain is not None:
-            target = self._target(target, op, x, row_weights, gram)
+            target = self._target(target, op, x, row_weights, quieter, gram)
         rounded = gptq(target, gram, Fp8Grid(scale), act_order=True)
         codes = codes_of(rounded, scale[:, None])
         self.weights[index, op] = Fp8Weight(codes.cpu(), scale.cpu())
         packed.copy_(self._ops.pack(op, "prefill", codes))
         self._progress(f"rounded the weights of layer {index}, {op}")
 
-    def _target(self, weight: Tensor, op: Projection, x: Tensor, row_weights: Tensor, gram: Tensor) -> Tensor:
+    def _target(
+        self, weight: Tensor, op: Projection, x: Tensor, row_weights: Tensor, quieter: Tensor, gram: Tensor
+    ) -> Tensor:
         """Of all V that of the least |X' V^T - X W^T|^2 + prior |V - W|^2, X' the codes and X the plain rows."""
         assert self._plain is not None
         assert self._model.scaling is not None
         plain_weights = row_weights
         if op in ("qkv", "gate_up"):
-            plain, plain_weights = self._plain.stream.x, self._rstd(self._plain.stream.sumsq)
+            plain, plain_weights = self._plain.stream.x, self._rstd(self._plain.stream.sumsq) * quieter
         else:
             plain = self._plain.attended if op == "o" else self._plain.h
         worth = self._model.scaling.scale()[self._calls - 1].item()  # of a code

@@ -143,6 +143,13 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         pointer("out", "cutlass::bfloat16_t"),
         pointer("sumsq_out", "float"),
     ),
+    # the same, but out is gain [N] x the residual
+    "residual_f32_gain": (
+        pointer("residual", "float"),
+        pointer("out", "cutlass::bfloat16_t"),
+        pointer("sumsq_out", "float"),
+        pointer("gain", "const float"),
+    ),
     # silu(gate) * up, halving the columns
     "swiglu": (),
     # BF16 out [rows, columns]

@@ -48,7 +48,8 @@ class DecodeGemmSpec(KernelSpec):
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
-    (generator/int4.py); a warp advances by whole units. Of up to four sequences they are multiplied as integers.
+    (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
@@ -72,6 +73,7 @@ class DecodeGemmSpec(KernelSpec):
     max_registers: int = 0
     group_k: int = 0
     zero_points: bool = False
+    gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
 
     def __post_init__(self) -> None:
@@ -80,14 +82,15 @@ class DecodeGemmSpec(KernelSpec):
             "INT4 weights have a group_k of 32, 64 or 128, others of 0",
         )
         self.require(self.element == INT4 or not self.zero_points, "zero_points belong to INT4 weights")
+        self.require(not self.gain_in_x or self.op in ("o", "down"), "gain_in_x belongs to o and down, which write x")
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
-        integers = self.batch_tile == 4 and self.element == INT4 and self.x_ahead > 0
+        integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
-            "batch_tile must be 8, 16, 32 or 64; 4 for INT4 weights whose x comes by lanes",
+            "batch_tile must be 8, 16, 32 or 64, or 4 for INT4 weights",
         )
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
@@ -171,12 +174,14 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def instructions(self) -> tuple[str, ...]:
         """See KernelSpec.instructions."""
-        multiply = "IMMA.16832.U8.S8" if self.batch_tile == 4 else "HMMA.16816.F32.BF16"
+        multiply = "IMMA.16832.U8.S8" if self.element == INT4 and self.batch_tile <= 8 else "HMMA.16816.F32.BF16"
         return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
 
     @property
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
+        if self.gain_in_x:
+            return ("residual_f32_gain",)
         return with_kv(DECODE_EPILOGUES[self.op], self.kv)
 
     @property
@@ -228,10 +233,13 @@ class DecodeGemmSpec(KernelSpec):
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
         held_k = max(min(self.step_k, 64), self.x_ahead * self.stage_k // self.warp_split)
         activations = max(self.batch_tile // 8, 1) * held_k // 8
-        if self.element == INT4:
-            sums, weights = 2 * sums, 12  # those of a unit too; codes, and what becomes of them
-        else:
+        if self.element != INT4:
             weights = self.row_tiles // self.warp_rows * self.step_k // 8
+        elif self.batch_tile <= 8:
+            weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
+        else:
+            sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
+            weights = 44 if self.x_ahead else 12
         registers = sums + activations + weights + 32  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:

@@ -18,8 +18,9 @@ def legal_threads(threads: int) -> bool:
 class GatherRowsSpec(KernelSpec):
     """out[i] = table[indices[i]] and its sum of squares: token embedding, and the last rows of a prefill.
 
-    With ``residual`` the row is written in float32 as well: decode's residual stream begins with it. With ``fp8`` it is
-    written in FP8 as well, at a delayed scale: what the first layer of an FP8 prefill reads.
+    With ``residual`` the row is written in float32 as well: decode's residual stream begins with it. With ``gain`` out,
+    and out alone, is the row times the gain of the first norm. With ``fp8`` the row is written in FP8 as well, at a
+    delayed scale: what the first layer of an FP8 prefill reads.
     """
 
     template: ClassVar[str] = "gather_rows_sm90.cu.jinja"
@@ -31,15 +32,17 @@ class GatherRowsSpec(KernelSpec):
     residual: bool = False
     fp8: bool = False
     threads_per_row: int = 128
+    gain: bool = False
 
     def __post_init__(self) -> None:
+        self.require(not (self.gain and self.fp8), "gain is of decode, whose GEMMs read BF16")
         self.require(self.k > 0 and self.k % 8 == 0, "hidden_size must be a multiple of 8")
         self.require(legal_threads(self.threads_per_row), "threads_per_row must be a multiple of 32, at most 1024")
 
     @property
     def name(self) -> str:
         """See KernelSpec.name."""
-        written = ("_residual_f32" if self.residual else "") + ("_fp8" if self.fp8 else "")
+        written = "_residual_f32" * self.residual + "_gain" * self.gain + "_fp8" * self.fp8
         return f"gather_rows_sm90_{self.element.name}_k{self.k}_t{self.threads_per_row}{written}"
 
     @property
@@ -52,6 +55,7 @@ class GatherRowsSpec(KernelSpec):
             pointer("out", "cutlass::bfloat16_t"),
             pointer("sumsq_out", "float"),
             *((pointer("residual", "float"),) if self.residual else ()),
+            *((pointer("gain", "const float"),) if self.gain else ()),
             *(EPILOGUE_PARAMS["store_fp8"] if self.fp8 else ()),
         )
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from futransformer.bench import accuracy, accuracy_int4
+from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.bench.accuracy_int4 import DecodeInPasses, DoubleDecodeInPasses, reading_as_decoding
 from futransformer.generator.config import load_config
 from futransformer.model import Llama
 from futransformer.perplexity import score
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 
 CONTEXT = 8
@@ -53,3 +55,23 @@ def test_every_batch_is_told_beside_the_reference_and_bf16(rows: list[dict[str, 
         assert row["percent_over_bf16"] == pytest.approx(apart, abs=0.01)
     assert set(rows[0]["noise_floor_reference_float32_minus_float64"]) == {"mean", "standard_error", "deviation"}
     assert all("noise_floor_reference_float32_minus_float64" not in row for row in rows[1:])
+
+
+def test_the_products_own_path_is_read_written_and_read_again(
+    tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (accuracy, accuracy_int4):
+        monkeypatch.setattr(module, "CONTEXT", 32)
+
+    def load(ops: type[ReferenceOps]) -> Llama:
+        made = ops(load_config(tiny_base_model))
+        return Llama.from_pretrained(
+            tiny_base_model, ops=made, precision="fp8-int4", recipe=Fp8Recipe.unknown(2), cache_tokens=64 * 64
+        )
+
+    references = {"float32": load(ReferenceOps), "float64": load(DoubleOps)}
+    (row,) = accuracy_int4.turn_rows(load(ReferenceOps), references, TOKENS, "tiny/fp8-int4-rtn-bf16")
+    assert row["case"] == "perplexity/tiny/fp8-int4-rtn-bf16/through=turns/ctx=32/windows=8/B=8"
+    assert row["tokens"] == 8 * 31
+    assert row["nll_minus_reference"] == {"mean": 0, "standard_error": 0, "deviation": 0}
+    assert row["noise_floor_reference_float32_minus_float64"].keys() == {"mean", "standard_error", "deviation"}

@@ -14,7 +14,7 @@ import pytest
 
 from futransformer.build.compile import BuildEvent, build_kernels
 from futransformer.build.manifest import KernelRecord
-from futransformer.build.sass import count_instructions, occurrences
+from futransformer.build.sass import count_instructions, instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import load_config
 from futransformer.generator.heuristics import MAX_ROWS
@@ -44,8 +44,17 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
-LARGE, LARGE_FP8 = (make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8"))
-LARGE_KV8 = make_plan(load_config("llama-3.1-8b"), "fp8-kv8")
+LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8 = (
+    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8")
+)
+INT4_DECODE = (
+    LARGE_INT4.decode["gate_up"][4],
+    LARGE_INT4.decode["qkv"][8],
+    LARGE_INT4.decode["o"][16],
+    LARGE_INT4.decode["down"][32],
+    LARGE_INT4.decode["gate_up"][64],
+    make_plan(load_config("llama-3.1-8b"), "int4-g64-asym").decode["down"][8],
+)
 PLANNED = (
     *one_of_each(SMALL),
     *LARGE.prefill["qkv"].values(),
@@ -59,6 +68,7 @@ PLANNED = (
     LARGE_FP8.prefill["down"][MAX_ROWS],
     LARGE_FP8.gather_rows["prefill_fp8"],
     LARGE_FP8.attention_prefill,
+    *INT4_DECODE,
     LARGE_KV8.prefill["qkv"][MAX_ROWS],
     LARGE_KV8.attention_prefill,
     LARGE_KV8.decode["qkv"][32],
@@ -118,12 +128,25 @@ def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, Ker
     assert taken <= SCHEDULER_REGISTERS
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("spec", INT4_DECODE, ids=lambda spec: spec.name)
+def test_codes_become_operands_in_registers(built: Mapping[str, KernelRecord], spec: KernelSpec) -> None:
+    """From the first product to the last nothing is stored, and codes are read sixteen bytes at a time."""
+    found = instructions(built[spec.name].cubin, BuildSettings.from_environment())
+    multiply = spec.instructions[0]
+    products = [index for index, mnemonic in enumerate(found) if mnemonic.startswith(multiply)]
+    between = found[products[0] : products[-1]]
+    assert "LDS.128" in between
+    for store in ("STS", "ST", "STG", "STL"):
+        assert not any(mnemonic == store or mnemonic.startswith(store + ".") for mnemonic in between), store
+
+
 def test_every_kind_of_kernel_and_every_epilogue_is_among_them() -> None:
     """What a plan holds is compiled here at least once: another kind of kernel must be added to the choice."""
     kinds = {(spec.template, getattr(spec, "op", None)) for spec in CHOSEN}
     assert kinds == {(spec.template, getattr(spec, "op", None)) for plan in (SMALL, LARGE) for spec in plan.specs()}
     tiles = {getattr(spec, "batch_tile", None) for spec in CHOSEN} - {None}
-    assert tiles == set(SMALL.decode["o"])
+    assert tiles == {*SMALL.decode["o"], *LARGE_INT4.decode["o"]}
     clusters = ((1, 1, 1), (2, 1, 1), (1, 2, 1))
     every = {(kind, cluster) for kind in ("cooperative", "pingpong") for cluster in clusters}
     assert {schedule(spec) for spec in CHOSEN} - {None} == {*every, ("cooperative", (1, 1, 2))}

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from futransformer.checkpoint import expected_shapes, fold_gain, load_checkpoint, pair_order, rope_table
 from futransformer.generator.config import CONFIGS, LlamaConfig, inverse_frequencies
-from futransformer.generator.errors import CheckpointError, UnsupportedError
+from futransformer.generator.errors import CheckpointError
 
 TINY = LlamaConfig(
     name="tiny",
@@ -375,13 +375,3 @@ def test_other_formats_are_never_opened(tmp_path: Path, name: str) -> None:
 def test_folders_without_weights(tmp_path: Path) -> None:
     refused(tmp_path, f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json")
     refused(tmp_path / "nowhere", "nowhere is not a folder")
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_quantised_checkpoints_are_refused_by_name(tmp_path: Path, key: str) -> None:
-    write_single(tmp_path, random_weights(TINY))
-    (tmp_path / "config.json").write_text(json.dumps({key: {"quant_method": "gptq", "bits": 4}}))
-    with pytest.raises(UnsupportedError, match=rf"config\.json: {key}: gptq checkpoints are not supported"):
-        load_checkpoint(tmp_path, TINY)
-    (tmp_path / "config.json").write_text(json.dumps({key: None}))
-    load_checkpoint(tmp_path, TINY)

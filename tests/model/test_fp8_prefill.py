@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from futransformer import model as model_module
+from futransformer.checkpoint import load_checkpoint
 from futransformer.driver import hopper_problem
 from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.config import CONFIGS, load_config
@@ -26,6 +27,7 @@ from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.recipe import Fp8Recipe
+from futransformer.quantize.sequential import Rounding
 from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -393,14 +395,19 @@ def test_the_real_model_predicts_our_page_in_fp8_nearly_as_in_bf16(small_model: 
 
 
 @pytest.fixture(scope="module")
-def on_kernels(small_model: Path, request: pytest.FixtureRequest) -> Llama:
-    """The real model on the generated kernels, calibrated on our page."""
+def gpu_options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How to load the real model on the generated kernels."""
     problem = hopper_problem()
     if problem is not None:
         pytest.skip(problem)
     exports: Path | None = request.config.getoption("--kernels")
-    kernels = exports / "smollm2-135m-fp8" if exports else None
-    model = load(small_model, device="cuda", kernels=kernels)
+    return {"device": "cuda", "kernels": exports / "smollm2-135m-fp8" if exports else None}
+
+
+@pytest.fixture(scope="module")
+def on_kernels(small_model: Path, gpu_options: dict[str, Any]) -> Llama:
+    """The real model on the generated kernels, calibrated on our page."""
+    model = load(small_model, **gpu_options)
     calibrate(model, page(small_model), context=128, samples=4)
     return model
 
@@ -424,6 +431,31 @@ def test_kernels_predict_our_page_as_the_reference_does(on_kernels: Llama, small
     assert difference.mean().abs() <= 4 * difference.std() / len(noise) ** 0.5
     (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
     assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+@pytest.mark.parametrize("towards_plain", [False, True])
+def test_a_recipe_made_on_kernels_serves_the_reference(
+    on_kernels: Llama, small_model: Path, gpu_options: dict[str, Any], towards_plain: bool
+) -> None:
+    """Its weights rounded there and parts in BF16: the two differ as above, and by less, for there is less FP8."""
+    tokens, config = page(small_model), on_kernels.config
+    bf16 = parse_parts("0, 1.attention, 28.mlp, 29", config.num_hidden_layers)
+    model = load(small_model, None, bf16, **gpu_options)
+    rounding = Rounding(load_checkpoint(small_model, config), "tensor", towards_plain)
+    recipe = calibrate(model, tokens, context=128, samples=4, rounding=rounding).recipe
+    assert len(recipe.weights) == 4 * 30 - 2 * len(bf16)
+    exact = Llama.from_pretrained(small_model, ops=ReferenceOps(config, dtype=torch.float32), cache_tokens=512)
+    reference = load(small_model, recipe=recipe, cache_tokens=512)
+    plain, ours, theirs, float32 = (
+        score(each, tokens, context=128, windows=4, batch=4).nll for each in (on_kernels, model, reference, exact)
+    )
+    assert (ours - float32).std() <= 2 * (theirs - float32).std()
+    difference = ours - theirs
+    assert difference.std() <= 2 * (theirs - float32).std()
+    assert difference.mean().abs() <= 4 * difference.std() / len(difference) ** 0.5
+    assert (ours - float32).std() < (plain - float32).std()
 
 
 @pytest.mark.gpu

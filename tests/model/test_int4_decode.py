@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from futransformer.bench.accuracy_fp8 import DoubleOps
+from futransformer.bench.accuracy_int4 import DecodeInPasses, DoubleDecodeInPasses, reading_as_decoding
 from futransformer.checkpoint import load_checkpoint
 from futransformer.driver import hopper_problem
 from futransformer.generator.config import CONFIGS, load_config
@@ -26,6 +27,7 @@ from futransformer.generator.precision import Precision, get_precision
 from futransformer.memory import MemoryPlan, check_memory, plan_memory
 from futransformer.model import Llama
 from futransformer.perplexity import score
+from futransformer.quantize.calibrate import calibrate
 from futransformer.quantize.int4 import round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
@@ -190,31 +192,67 @@ def test_the_real_model_predicts_our_page_in_int4_nearly_as_in_bf16(small_model:
 @pytest.mark.gpu
 @pytest.mark.model
 @pytest.mark.parametrize(
-    ("precision", "batch"), [("int4", 4), ("int4", 8), ("int4-g32-asym", 1), ("int4-g32-asym", 4), ("int4-g32-asym", 8)]
+    ("precision", "batch"),
+    [("int4", 4), ("int4", 10), ("int4-g32-asym", 1), ("int4-g32-asym", 8), ("int4-g32-asym", 10)],
 )
 def test_kernels_predict_our_page_as_the_reference_does(
     small_model: Path, precision: str, batch: int, request: pytest.FixtureRequest
 ) -> None:
     """Two references of one quantisation that add up in float32 and float64 differ, for values near a rounding boundary
-    fall either way; kernels may differ from either by half as much again, and in the mean by chance alone. Up to four
-    windows at a time are multiplied as integers, which the references do not do.
+    fall either way; kernels may differ from either by half as much again, and in the mean by chance alone. Up to
+    eight windows at a time are multiplied as integers, which the references do not do.
     """
     problem = hopper_problem()
     if problem is not None:
         pytest.skip(problem)
     exports: Path | None = request.config.getoption("--kernels")
     tokens = page(small_model)
-    options: dict[str, Any] = {"context": 64, "windows": 8, "batch": batch, "through": "decode"}
+    options: dict[str, Any] = {"context": 64, "windows": 10}
     kernels = exports / f"smollm2-135m-{precision}" if exports else None
-    on_kernels = Llama.from_pretrained(small_model, precision=precision, kernels=kernels, cache_tokens=512)
-    ours = score(on_kernels, tokens, **options).nll
-    references = [
-        score(load(small_model, precision, cache_tokens=512, ops=ops), tokens, **options).nll
-        for ops in (kind(on_kernels.config, device=on_kernels.ops.device) for kind in (ReferenceOps, DoubleOps))
-    ]
+    on_kernels = Llama.from_pretrained(small_model, precision=precision, kernels=kernels, cache_tokens=1024)
+    ours = score(on_kernels, tokens, batch=batch, through="decode", **options).nll.cpu()
+    references = []
+    for kind in (DecodeInPasses, DoubleDecodeInPasses):
+        reference = load(small_model, precision, ops=kind(on_kernels.config, device=on_kernels.ops.device))
+        references.append(score(reading_as_decoding(reference), tokens, batch=10, **options).nll.cpu())
     difference, noise = ours - references[0], references[1] - references[0]
     assert difference.std() <= 1.5 * noise.std()
     assert difference.mean().abs() <= 3 * difference.std() / len(difference) ** 0.5
     if precision == "int4-g32-asym":  # groups of 128 without zero points take too much from so small a model
         (answer,) = on_kernels.generate([Tokenizer(small_model).encode_chat("What is the capital of France?")], 24)
         assert "Paris" in Tokenizer(small_model).decode(answer)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_kernels_go_through_both_phases_as_the_reference_does(
+    small_model: Path, request: pytest.FixtureRequest
+) -> None:
+    """The product's own path: read in FP8, decoded through INT4 on the cache that this wrote, another turn read."""
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    tokens, precision = page(small_model), "fp8-int4-g32-asym"
+    config = load_config(small_model)
+    options: dict[str, Any] = {"precision": precision, "cache_tokens": 1024}
+    ours = Llama.from_pretrained(
+        small_model,
+        kernels=exports / f"smollm2-135m-{precision}" if exports else None,
+        recipe=Fp8Recipe.unknown(config.num_hidden_layers),
+        **options,
+    )
+    recipe = Fp8Recipe(calibrate(ours, tokens, context=128, samples=4).scales)
+    nll = [
+        score(model, tokens, context=128, windows=5, batch=5, through="turns").nll.cpu()
+        for model in (
+            ours,
+            *(
+                Llama.from_pretrained(small_model, ops=ops(config, device=ours.ops.device), recipe=recipe, **options)
+                for ops in (ReferenceOps, DoubleOps)
+            ),
+        )
+    ]
+    difference, noise = nll[0] - nll[1], nll[2] - nll[1]
+    assert difference.std() <= 1.5 * noise.std()
+    assert difference.mean().abs() <= 3 * difference.std() / len(difference) ** 0.5

@@ -71,7 +71,7 @@ def test_nothing_to_score(tokens: list[int], context: int, windows: int | None, 
 # The figure
 
 
-@pytest.mark.parametrize("through", ["prefill", "decode"])
+@pytest.mark.parametrize("through", ["prefill", "decode", "turns"])
 @pytest.mark.parametrize("batch", [1, 2, 9])
 def test_scores_are_those_of_transformers(tiny_model: Path, through: Any, batch: int) -> None:
     heard: list[tuple[int, int]] = []
@@ -101,10 +101,29 @@ def test_perplexity_is_exp_of_the_mean() -> None:
 
 def test_unknown_ways_are_refused(tiny_base_model: Path) -> None:
     model = load(tiny_base_model)
-    with pytest.raises(InputError, match="prefill or decode, not 'both'"):
+    with pytest.raises(InputError, match="prefill, decode, turns, not 'both'"):
         score(model, TOKENS, through="both")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="batch must be at least 1 window, not 0"):
         score(model, TOKENS, batch=0)
+
+
+def test_turns_read_write_and_read_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = load(tiny_model), list[tuple[str, int]]()
+    for name, tokens in (
+        ("prefill", lambda given: len(given[0])),
+        ("decode", len),
+        ("extend", lambda given: len(given[0])),
+    ):
+        real = getattr(model, name)
+
+        def called(given: Any, name: str = name, tokens: Any = tokens, real: Any = real, **options: Any) -> Tensor:
+            calls.append((name, tokens(given)))
+            logits: Tensor = real(given, **options)
+            return logits
+
+        monkeypatch.setattr(model, name, called)
+    score(model, TOKENS, context=32, windows=2, batch=2, through="turns")
+    assert calls == [("prefill", 16), *[("decode", 2)] * 12, ("extend", 4)]
 
 
 # The real model

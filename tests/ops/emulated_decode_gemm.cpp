@@ -238,5 +238,7 @@ int main() {
   check_int4<128, true, 112, 1536, 4, 7, 1, 4, 1, 2, 512, 1, NextAt::Lead>(4);
   check_int4<64, true, 64, 704, 4, 4, 2, 4, 1, 2, 256, 1>(3);
   check_int4<32, false, 64, 704, 4, 4, 1, 4, 2, 2, 128, 2>(2);
+  check_int4<64, false, 96, 704, 4, 3, 1, 2, 1, 3, 128>(3);                       // in the ring
+  check_int4<128, true, 112, 1536, 8, 7, 7, 1, 1, 3, 256>(7);
   return failures;
 }

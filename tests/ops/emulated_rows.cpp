@@ -84,6 +84,38 @@ void check_gather(bool with_residual) {
   expect(bits_of(sumsq.front()) == bits_of(sumsq.back()), "the same row twice", Columns, 0);
 }
 
+// A gain multiplies the row alone: the residual and the sum of squares are those of the table.
+template <int Columns, int Threads>
+void check_gather_gain() {
+  int const rows = indices.size();
+  std::vector<uint4> table = random_table<Columns>(), out(rows * Columns / 8);
+  std::vector<float> sumsq(rows, -1);
+  std::vector<float4> residual(rows * Columns / 4), gain(Columns / 4);
+  std::mt19937 random(Columns);
+  float* const factors = &gain[0].x;
+  for (int column = 0; column < Columns; ++column) factors[column] = 0.5f + random() % 1000 / 999.f;
+  auto* const elements = reinterpret_cast<cutlass::bfloat16_t*>(table.data());
+  auto* const gathered = reinterpret_cast<cutlass::bfloat16_t*>(out.data());
+  emulator::launch({unsigned(rows), 1, 1}, Threads, [&] {
+    futransformer::GatherRows<Columns, Threads>::run(elements, kTableRows, indices.data(), gathered, sumsq.data(),
+                                                     &residual[0].x, futransformer::Chain<>{}, factors);
+  });
+  for (int row = 0; row < rows; ++row) {
+    bool const inside = indices[row] >= 0 && indices[row] < kTableRows;
+    double sum = 0;
+    for (int column = 0; column < Columns; ++column) {
+      float const value = inside ? from_bf16(elements[indices[row] * Columns + column].storage) : NAN;
+      uint16_t const bits = gathered[row * Columns + column].storage;
+      sum += double(value) * value;
+      bool const right = inside ? bits == to_bf16(value * factors[column]) : std::isnan(from_bf16(bits));
+      expect(right, "gather times a gain", Columns, row);
+      float const wide = (&residual[0].x)[row * Columns + column];
+      expect(wide == value || (std::isnan(wide) && std::isnan(value)), "residual beside a gain", Columns, row);
+    }
+    expect(inside ? std::fabs(sumsq[row] - sum) <= 1e-6 * sum : std::isnan(sumsq[row]), "sum beside a gain", Columns, row);
+  }
+}
+
 // FP8 codes beside the row: at a scale that some values pass, and one that none does. What calls before have left in
 // the maximum and the count is raised, not replaced; a NaN changes neither.
 template <int Columns, int Threads>
@@ -149,6 +181,8 @@ int main() {
     check_gather<576, 128>(with_residual);
     check_gather<4096, 128>(with_residual);
   }
+  check_gather_gain<8, 32>();
+  check_gather_gain<576, 128>();
   for (float const earlier_amax : {0.f, 1e9f}) {
     check_gather_fp8<8, 32>(0.003f, earlier_amax);
     check_gather_fp8<576, 128>(0.003f, earlier_amax);

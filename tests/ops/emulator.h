@@ -236,6 +236,7 @@ inline void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[
 
 // mma.sync.m16n8k32, u8 times s8: a[i]: row g + 8 (i % 2), k 4 t + 16 (i / 2) + {0 .. 3}; b[i]: k 4 t + 16 i + {0 .. 3},
 // column g; c[i] as above.
+template <class Byte>
 inline void multiply_bytes(uint32_t (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
   uint64_t* in = warp().in[lane()];
   for (int i = 0; i < 4; ++i) in[i] = a[i] | uint64_t(c[i]) << 32;
@@ -246,7 +247,7 @@ inline void multiply_bytes(uint32_t (&c)[4], uint32_t const (&a)[4], uint32_t co
       int const g = lane / 4, t = lane % 4;
       for (int e = 0; e < 4; ++e) {
         for (int i = 0; i < 4; ++i) a[g + 8 * (i % 2)][4 * t + 16 * (i / 2) + e] = uint8_t(m.in[lane][i] >> 8 * e);
-        for (int i = 0; i < 2; ++i) b[4 * t + 16 * i + e][g] = int8_t(m.in[lane][4 + i] >> 8 * e);
+        for (int i = 0; i < 2; ++i) b[4 * t + 16 * i + e][g] = Byte(m.in[lane][4 + i] >> 8 * e);
       }
     }
     for (int lane = 0; lane < 32; ++lane) {
@@ -599,7 +600,15 @@ struct SM80_16x8x32_S32U8S8S32_TN {
   static void fma(uint32_t& d0, uint32_t& d1, uint32_t& d2, uint32_t& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                   uint32_t a3, uint32_t b0, uint32_t b1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
     uint32_t c[4] = {c0, c1, c2, c3};
-    emulator::multiply_bytes(c, {a0, a1, a2, a3}, {b0, b1});
+    emulator::multiply_bytes<int8_t>(c, {a0, a1, a2, a3}, {b0, b1});
+    d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
+  }
+};
+struct SM80_16x8x32_S32U8U8S32_TN {
+  static void fma(uint32_t& d0, uint32_t& d1, uint32_t& d2, uint32_t& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                  uint32_t a3, uint32_t b0, uint32_t b1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+    uint32_t c[4] = {c0, c1, c2, c3};
+    emulator::multiply_bytes<uint8_t>(c, {a0, a1, a2, a3}, {b0, b1});
     d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
   }
 };
@@ -650,6 +659,7 @@ inline void store_f32x8(float* target, float const (&values)[8]) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % 16 == 0, "misaligned stores of 16 bytes");
   std::copy(values, values + 8, target);
 }
+inline void unpack_f32x8(float4 const (&words)[2], float (&values)[8]) { std::copy(&words[0].x, &words[0].x + 8, values); }
 inline float exp2_flush(float x) {
   float const power = std::exp2(x);
   return power < 0x1p-126f ? 0.f : power;

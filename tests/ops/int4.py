@@ -1,11 +1,11 @@
-"""What the kernels of INT4 weights for up to four sequences make of x before they multiply."""
+"""What the kernels of INT4 weights for up to eight sequences make of x before they multiply."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SPLIT_BATCH = 4  # sequences of the kernels that multiply integers
+SPLIT_BATCH = 8  # sequences of the kernels that multiply integers
 INTEGER_BITS = 13  # the largest x of a group lies in [2^13, 2^14) integers
 SMALLEST_POWER = 2.0**-113  # of two, that a group's largest x is taken for
 

@@ -32,7 +32,7 @@ from futransformer.ops import attention_decode, attention_prefill, decode_gemm, 
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.ops.interface import Fp8Output, Phase, Projection
 from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
-from futransformer.reference import ReferenceOps, scaled_linear
+from futransformer.reference import ReferenceOps, scaled_linear, with_gain
 from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class StandInKernel:
         elif isinstance(spec, GatherRowsSpec):
             fp8 = fp8_output(arguments)
             stream = self.ops.gather_rows("prefill", arguments["table"], arguments["indices"], fp8=fp8)
-            arguments["out"].copy_(stream.residual)
+            arguments["out"].copy_(with_gain(stream.residual, arguments.get("gain")))
             arguments["sumsq_out"].copy_(stream.sumsq)
             if spec.residual:
                 arguments["residual"].copy_(stream.residual)
@@ -74,7 +74,7 @@ class StandInKernel:
             logical = unpack_prefill(op, weight, spec.n).float()
         elif spec.element == INT4:
             logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
-            if spec.batch_tile == SPLIT_BATCH:
+            if spec.batch_tile <= SPLIT_BATCH:
                 x = as_integers(x, spec.group_k)
         else:
             logical = unpack_decode(op, weight, spec.n).float()
@@ -97,7 +97,7 @@ class StandInKernel:
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
             residual = arguments["residual"].clone()
-            stream = self.ops.o(phase, x, logical, residual.clone(), scale=scale, fp8=fp8)
+            stream = self.ops.o(phase, x, logical, residual.clone(), scale=scale, fp8=fp8, gain=arguments.get("gain"))
             if phase == "decode":
                 arguments["residual"].copy_(stream.residual)
             elif fp8 is not None:

@@ -28,7 +28,7 @@ from futransformer.ops import decode_gemm
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.interface import Projection
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
-from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from futransformer.reference import ReferenceOps, allowed_error, largest_error, with_gain
 from tests.ops import models
 from tests.ops.int4 import SPLIT_BATCH, as_integers
 from tests.ops.tolerance import worst_block
@@ -42,7 +42,7 @@ TILES = [
     if model in models.WHOLE
     for tile in batch_tiles(op, models.precision_of(model))
 ]
-LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym"]
+LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym-kv8"]
 BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
 PAGES = 4
@@ -74,6 +74,9 @@ class Problem:
         self.sumsq = torch.cat([parts, torch.zeros(ROOM, 3, device=device)], 1)
         # Float32, with digits that BF16 has not.
         self.residual = self.normal(ROOM, config.hidden_size, scale=4.0).float() * (1 + 2**-12)
+        self.gain: Tensor | None = None
+        if self.gemm.gain_in_x:
+            self.gain = torch.rand(config.hidden_size, generator=self.generator, device=device) + 0.5
         self.heads = ops.plan.attention_prefill.heads
         angles = torch.rand(4096, self.heads.head_dim // 2, generator=self.generator, device=device) * 6.283
         self.rope_table = torch.stack([angles.cos(), angles.sin()], -1)
@@ -119,6 +122,8 @@ class Problem:
             outputs["residual"] = room(self.residual, torch.nan)
             outputs["out"] = self.poisoned(ROOM, self.n)
             outputs["sumsq_out"] = self.poisoned(ROOM, gemm.sumsq_parts(m), dtype=torch.float32)
+            if self.gain is not None:
+                arguments["gain"] = self.gain
         elif self.op == "gate_up":
             outputs["out"] = self.poisoned(ROOM, self.n // 2)
         else:
@@ -135,7 +140,7 @@ class Problem:
         x, sumsq, weight = self.x[:rows], self.sumsq[:rows], self.logical.float()
         spec = self.gemm.kernels[min(self.gemm.kernels)].spec
         assert isinstance(spec, DecodeGemmSpec)
-        if rows <= spec.batch_tile == SPLIT_BATCH:
+        if spec.element == INT4 and rows <= SPLIT_BATCH:
             x = as_integers(x, spec.group_k)
         if self.op == "qkv":
             shape = (PAGES, self.heads.num_key_value_heads, 64, self.heads.head_dim)
@@ -144,7 +149,7 @@ class Problem:
             q = ops.qkv("decode", x, sumsq, weight, self.rope_table, *row_state, *pages)
             return {"q": q, "k_pages": pages[0], "v_pages": pages[1]}
         if self.op in ("o", "down"):
-            stream = ops.o("decode", x, weight, self.residual[:rows].clone())
+            stream = ops.o("decode", x, weight, self.residual[:rows].clone(), gain=self.gain)
             return {"out": stream.x, "residual": stream.residual}
         if self.op == "gate_up":
             return {"out": ops.gate_up("decode", x, sumsq, weight)}
@@ -173,7 +178,7 @@ def assert_close(problem: Problem, outputs: Tensors, rows: int) -> None:
         relative = worst_block(actual, want)
         assert relative <= 4 * rounding, f"{name}: a block of 16 columns is off by {relative:.3e}"
     if "sumsq_out" in outputs:
-        assert torch.equal(outputs["out"][:rows], outputs["residual"][:rows].bfloat16())
+        assert torch.equal(outputs["out"][:rows], with_gain(outputs["residual"][:rows], problem.gain).bfloat16())
         parts = outputs["residual"][:rows].square().view(rows, outputs["sumsq_out"].shape[1], -1).sum(-1)
         torch.testing.assert_close(outputs["sumsq_out"][:rows], parts, rtol=1e-5, atol=0)
 
@@ -408,12 +413,20 @@ def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("op", "x_in_ring"), [("o", True), ("down", False)])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "op", "batch", "x_in_ring"),
+    [
+        ("bf16", "o", 16, True),
+        ("bf16", "down", 16, False),
+        ("int4", "down", 4, False),
+        ("int4", "down", 16, False),
+        ("int4", "o", 64, True),
+    ],
+)
+def test_machine_code(precision: str, op: str, batch: int, x_in_ring: bool) -> None:
     """Both ways of x: tensor cores, bulk copies, 16-byte loads of both operands, nothing in local memory."""
     settings = BuildSettings.from_environment()
-    spec = make_plan(load_config("smollm2-135m"), precision).decode[op][16]
+    spec = make_plan(load_config("smollm2-135m"), precision).decode[op][batch]
     assert spec.x_in_ring == x_in_ring
     (record,) = build_kernels([spec], settings=settings)
     counts = count_instructions(record.cubin, settings)
@@ -427,4 +440,4 @@ def test_machine_code(precision: str, op: str, x_in_ring: bool) -> None:
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment", "split_activations").count("allowed error\n") == 38
+    assert emulate("decode_gemm", "fragment", "split_activations").count("allowed error\n") == 40

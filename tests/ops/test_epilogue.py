@@ -27,7 +27,7 @@ from futransformer.reference import ReferenceOps, scaled_linear
 from tests.ops.fp8 import EARLIER_COUNT, fp8_output, quantised
 from tests.ops.tolerance import e4m3_step
 
-BF16, FP8 = get_precision("bf16"), get_precision("fp8")
+BF16, FP8, GAIN = get_precision("bf16"), get_precision("fp8"), get_precision("int4-gain")
 BY_CHANNEL = replace(FP8, weight_scales="channel")
 KV8, FP8_KV8 = get_precision("bf16-kv8"), get_precision("fp8-kv8")
 ROWS = (1, 17, 37)  # of the 48 that three warps of the prefill hold
@@ -42,6 +42,7 @@ OPS_OF: dict[int, tuple[Projection, ...]] = {64: PROJECTIONS, 128: ("qkv",)}  # 
 CHAINS: dict[str, tuple[Phase, Precision]] = {
     "prefill": ("prefill", BF16),
     "decode": ("decode", BF16),
+    "decode-gain": ("decode", GAIN),
     "prefill-fp8-tensor": ("prefill", FP8),
     "prefill-fp8-channel": ("prefill", BY_CHANNEL),
     "prefill-kv8": ("prefill", KV8),
@@ -90,6 +91,7 @@ class Problem:
         self.sumsq = torch.cat([parts, torch.zeros(rows, 3)], 1)
         self.residual_f32 = normal(rows, config.hidden_size) * 4
         self.residual = self.residual_f32.bfloat16()
+        self.gain = torch.rand(config.hidden_size, generator=generator) + 0.5 if precision.gain_in_x else None
         self.scale: Tensor | None = None
         if precision.prefill == E4M3:
             self._quantise(precision)
@@ -140,6 +142,8 @@ class Problem:
             "out": out,
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
         }
+        if self.gain is not None:
+            files["gain"] = self.gain
         if self.scale is not None:
             fp8 = self.fp8()
             files["scale"] = pack_scale(self.op, self.scale)
@@ -165,7 +169,7 @@ class Problem:
         if self.op in ("o", "down"):
             if phase == "prefill":
                 return {"out": with_room(ops.o(phase, self.x, weight, self.residual.clone()).x)}
-            stream = ops.o(phase, self.x, weight, self.residual_f32.clone())
+            stream = ops.o(phase, self.x, weight, self.residual_f32.clone(), gain=self.gain)
             return {"out": with_room(stream.x), "residual": with_room(stream.residual)}
         if self.op == "gate_up":
             return {"out": with_room(ops.gate_up("prefill", self.x, self.sumsq, weight))}
@@ -226,7 +230,9 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
     cases = [
         (Problem(config, op, rows, precision), spec)
         for op in OPS_OF[head_dim]
-        if op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision is BF16))  # the head is BF16 in all
+        # the head is BF16 in all, and a gain belongs to what o and down write
+        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision is BF16)))
+        and (op in ("o", "down") or not precision.gain_in_x)
         for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))
     ]

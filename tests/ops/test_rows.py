@@ -18,7 +18,7 @@ from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec, KernelSpec
 from futransformer.library import KernelLibrary
 from futransformer.ops.interface import Fp8Output, Ops, Phase
 from futransformer.ops.rows import Argmax, GatherRows
-from futransformer.reference import ReferenceOps
+from futransformer.reference import ReferenceOps, with_gain
 from tests.ops.fp8 import check_fp8_statistics, fp8_output
 
 MODELS, FP8_MODELS = ("smollm2-135m", "llama-3.1-8b"), ("smollm2-135m-fp8", "llama-3.1-8b-fp8")
@@ -30,10 +30,12 @@ GpuOps = Callable[[str], KernelLibrary]
 Emulate = Callable[..., str]
 
 
-def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase, *, fp8: bool = False) -> None:
+def check_gather(
+    ops: Ops, hidden_size: int, rows: int, phase: Phase, *, fp8: bool = False, gain: Tensor | None = None
+) -> None:
     """Rows bit for bit, sums of squares to float32's rounding, NaN for every index outside, the same bits twice.
 
-    In FP8 also codes, the largest magnitude and the count of what saturates, all of them exactly.
+    In FP8 also codes, the largest magnitude and the count of what saturates, all of them exactly. A gain is x's alone.
     """
     device, table_rows = ops.device, 777
     generator = torch.Generator(device).manual_seed(rows)
@@ -43,11 +45,12 @@ def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase, *, fp8: bo
     edges = torch.tensor([table_rows - 1, -1, 3, table_rows, 2**31 - 1, -(2**31), 0], dtype=torch.int32, device=device)
     indices[: len(edges)] = edges[:rows]
     outputs = [fp8_output(torch.full((1,), 0.0047, device=device)) if fp8 else None for _ in range(2)]
-    x, sumsq, residual = ops.gather_rows(phase, table, indices, fp8=outputs[0])
+    x, sumsq, residual = ops.gather_rows(phase, table, indices, fp8=outputs[0], gain=gain)
     assert sumsq.shape == (rows, 1)
     assert residual.dtype == (torch.bfloat16 if phase == "prefill" else torch.float32)
     if outputs[0] is None:
-        assert torch.equal(residual.float().nan_to_num(7e7), x.float().nan_to_num(7e7))
+        read = with_gain(residual, gain).bfloat16()
+        assert torch.equal(read.float().nan_to_num(7e7), x.float().nan_to_num(7e7))
     else:
         check_codes(x, residual.float() * (1 / outputs[0].scale), outputs[0])
     inside = (indices >= 0) & (indices < table_rows)
@@ -56,7 +59,7 @@ def check_gather(ops: Ops, hidden_size: int, rows: int, phase: Phase, *, fp8: bo
     assert torch.all((sumsq - exact).abs()[inside] <= 2e-6 * exact[inside])
     assert x[~inside].float().isnan().all()
     assert sumsq[~inside].isnan().all()
-    again = ops.gather_rows(phase, table, indices, fp8=outputs[1])
+    again = ops.gather_rows(phase, table, indices, fp8=outputs[1], gain=gain)
     assert torch.equal(again.sumsq.view(torch.int32), sumsq.view(torch.int32)), "two runs differ"
     if outputs[0] is not None and outputs[1] is not None:
         assert torch.equal(again.x.view(torch.uint8), x.view(torch.uint8)), "two runs differ"
@@ -126,6 +129,17 @@ def test_gather_rows_in_fp8(gpu_ops: GpuOps, model: str, rows: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+def test_gather_rows_times_a_gain(gpu_ops: GpuOps, rows: int) -> None:
+    ops = gpu_ops("smollm2-135m-int4-gain")
+    check_gather(ops, ops.config.hidden_size, rows, "decode", gain=gain_of(ops.config.hidden_size, ops.device))
+
+
+def gain_of(hidden_size: int, device: torch.device) -> Tensor:
+    return torch.rand(hidden_size, generator=torch.Generator(device).manual_seed(6), device=device) + 0.5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_gather_from_a_table_beyond_two_gigabytes(gpu_ops: GpuOps, model: str) -> None:
     ops = gpu_ops(model)
@@ -187,6 +201,12 @@ def test_reference_gather(phase: Phase, fp8: bool) -> None:
     check_gather(ReferenceOps(config), config.hidden_size, 17, phase, fp8=fp8)
 
 
+def test_reference_gather_times_a_gain() -> None:
+    config = load_config("smollm2-135m")
+    gain = gain_of(config.hidden_size, torch.device("cpu"))
+    check_gather(ReferenceOps(config), config.hidden_size, 17, "decode", gain=gain)
+
+
 def test_reference_argmax() -> None:
     config = load_config("smollm2-135m")
     logits, expected = argmax_rows(config.vocab_size, torch.device("cpu"))
@@ -231,17 +251,22 @@ class RecordingKernel:
         self.launches.append((grid, arguments))
 
 
-@pytest.mark.parametrize(("residual", "fp8"), [(False, False), (True, False), (False, True)])
-def test_launches(residual: bool, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("residual", "fp8", "gain"),
+    [(False, False, None), (True, False, None), (False, True, None), (True, False, torch.ones(64))],
+)
+def test_launches(residual: bool, fp8: bool, gain: Tensor | None) -> None:
     """Every parameter of the ABI once, one block a row."""
-    gather, argmax = RecordingKernel(GatherRowsSpec(BF16, 64, residual, fp8)), RecordingKernel(ArgmaxSpec(100))
+    spec = GatherRowsSpec(BF16, 64, residual, fp8, gain=gain is not None)
+    gather, argmax = RecordingKernel(spec), RecordingKernel(ArgmaxSpec(100))
     table, indices = torch.zeros(10, 64, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
     output = fp8_output(torch.ones(1)) if fp8 else None
-    x, sumsq, stream = GatherRows(gather)(table, indices, output)  # type: ignore[arg-type]
+    x, sumsq, stream = GatherRows(gather)(table, indices, output, gain)  # type: ignore[arg-type]
     ((grid, arguments),) = gather.launches
     assert grid == (5, 1, 1)
     assert set(arguments) == {param.name for param in gather.spec.params}
     assert arguments["table_rows"] == 10
+    assert arguments.get("gain") is gain
     assert (arguments["sumsq_out"], arguments.get("residual", arguments["out"])) == (sumsq, stream)
     assert arguments.get("out_fp8", arguments["out"]) is x
     assert (stream is x) == (not residual and not fp8)

@@ -132,7 +132,7 @@ def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8", "int4", "int4-g32-asym"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8", "int4", "int4-g32-asym", "int4-g64-asym-kv8"])
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 

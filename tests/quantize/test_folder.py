@@ -164,7 +164,7 @@ def test_format_1_is_read(calibrated: Path) -> None:
 def test_what_lies_there_is_kept_unless_it_may_be_replaced(tiny_base_model: Path, calibrated: Path) -> None:
     before = (calibrated / "futransformer.json").read_bytes()
     other = ActivationScales.from_amax(SCALES.amax * 2)
-    with pytest.raises(InputError, match="holds a calibrated model: replace it with --force"):
+    with pytest.raises(InputError, match="holds a model written before: replace it with --force"):
         write(tiny_base_model, calibrated, scales=other)
     assert (calibrated / "futransformer.json").read_bytes() == before
     (calibrated / "left.txt").write_text("of the old one")
@@ -236,7 +236,7 @@ def test_an_empty_folder_will_do_and_so_will_one_yet_to_be_made(tiny_base_model:
         read_recipe(write(tiny_base_model, output), load_config(output))
 
 
-@pytest.mark.parametrize("step", ["_link_or_copy", "sha256_of", "_publish"])
+@pytest.mark.parametrize("step", ["_link_or_copy", "sha256_of", "publish"])
 def test_a_half_written_folder_is_none(
     tiny_base_model: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

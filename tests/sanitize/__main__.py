@@ -36,6 +36,7 @@ EXPORTS = (
     "smollm2-135m-fp8",
     "odd",
     "odd-fp8",
+    "smollm2-135m-int4-g32-asym",
     "llama-3.1-8b",
     "group16",
     "group5",

@@ -24,11 +24,13 @@ from futransformer.build.load import load_or_build
 from futransformer.driver import Kernel
 from futransformer.generator.errors import FuTransformerError
 from futransformer.generator.plan import projections
+from futransformer.generator.precision import E4M3
 from futransformer.library import KernelLibrary
 from futransformer.ops.interface import PROJECTIONS, Projection
 from tests.ops import test_attention_decode as decode_attention
 from tests.ops import test_attention_prefill as prefill_attention
 from tests.ops import test_decode_gemm as decode_gemm
+from tests.ops import test_gemm as prefill_gemm
 from tests.ops import test_odd_shapes as odd_shapes
 from tests.ops.models import TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
@@ -94,14 +96,19 @@ def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
 
 def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:
     """A batch that leaves some rows of its tile empty."""
-    problem = decode_gemm.problem_of(ops, op)
     rows = tile - EMPTY_ROWS
+    if op == "qkv" and ops.precision.kv == E4M3:
+        writing_codes = prefill_gemm.Problem(ops, op, rows, "decode")
+        prefill_gemm.check_against_reference(writing_codes, writing_codes.run(ops))
+        return
+    problem = decode_gemm.problem_of(ops, op)
     decode_gemm.assert_close(problem, problem.launch(0, rows, tile), rows)
 
 
 def check_attention_decode(ops: KernelLibrary) -> None:
     """As the op splits the sequences, a split a page, and one split."""
-    batch = decode_attention.Problem(ops, ops.config.heads, LENGTHS)
+    codes = ops.precision.kv == E4M3
+    batch = decode_attention.Problem(ops, ops.config.heads, LENGTHS, codes=codes)
     for options in decode_attention.CHOSEN_AND_FIXED:
         batch.check(batch.run(**options))
 
@@ -109,7 +116,8 @@ def check_attention_decode(ops: KernelLibrary) -> None:
 def check_attention_prefill(ops: KernelLibrary) -> None:
     """Prompts and later turns in one launch."""
     spec = ops.plan.attention_prefill
-    prompts = prefill_attention.Problem(ops, spec.heads, PROMPTS, fp8=spec.fp8_out)
+    codes = ops.precision.kv == E4M3
+    prompts = prefill_attention.Problem(ops, spec.heads, PROMPTS, fp8=spec.fp8_out, codes=codes)
     prompts.check(prompts.run())
 
 

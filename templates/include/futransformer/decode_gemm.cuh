@@ -61,7 +61,8 @@ struct DecodeGemm {
   static constexpr int kSliceK = K / Cluster;
   static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
   static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
-  static constexpr bool kSplit = BatchTile == kSplitBatch;  // products of integers
+  static constexpr bool kSplit = Weight::kScaled && BatchTile <= kTileBatch;  // products of integers
+  static constexpr bool kPaired = BatchTile == kSplitBatch;
   static constexpr int kBatchTiles = kSplit ? 1 : BatchTile / kTileBatch;
   static constexpr int kWarpTiles = RowTiles / WarpRows;
 
@@ -90,8 +91,8 @@ struct DecodeGemm {
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
   static_assert(RowTiles % WarpRows == 0 && RowTiles % Cluster == 0, "row tiles must divide among warps and blocks");
-  static_assert(!kSplit || (Weight::kScaled && !kXInRing), "integers are for codes, and their x comes by lanes");
-  static_assert((kSplit || BatchTile % kTileBatch == 0) && kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
+  static_assert(BatchTile % kTileBatch == 0 || (kSplit && kPaired), "four sequences are for integers");
+  static_assert(kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
 
   // In the epilogue a group of lanes, a power of two, shares a row.
   static constexpr int kRowLanes = [] {
@@ -148,8 +149,8 @@ struct DecodeGemm {
     }
   };
 
-  using Activation = std::conditional_t<kSplit, SplitFragment, ActivationFragment>;
-  using Sum = std::conditional_t<kSplit, SplitSumFragment, SumFragment>;
+  using Activation = std::conditional_t<kPaired, SplitFragment, ActivationFragment>;
+  using Sum = std::conditional_t<kPaired, SplitSumFragment, SumFragment>;
   using Sums = float[kWarpTiles][kBatchTiles][Sum::kSums];
 
   template <class Epilogue>
@@ -322,13 +323,13 @@ struct DecodeGemm {
     }
   }
 
-  // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes.
+  // Lane (g, t) takes load t of row g: a warp's loads are 512 consecutive bytes. (Of four sequences: half as many.)
   CUTLASS_DEVICE static void read_x(Stage const& stage, int block, int lane, Block& x) {
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < kBlockGroups; ++group) {
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
-        x[group][batch] = (&stage.x[block * kBlockGroups + group][batch * kTileBatch][0])[lane];
+        x[group][batch] = (&stage.x[block * kBlockGroups + group][batch * kTileBatch][0])[kPaired ? lane / 8 * 4 + lane % 4 : lane];
       }
     }
   }
@@ -359,101 +360,141 @@ struct DecodeGemm {
   CUTLASS_DEVICE static void multiply_step(Stage const& stage, int first_tile, int step, int lane, Operand& x,
                                            Sums& sums) {
     if constexpr (kSplit) {
-      SplitActivations<kStepK / kGroupK> const integers(&x[0][0][0], lane);
+      if constexpr (kXInRing) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kStepBlocks; ++block) read_x(stage, step * kStepBlocks + block, lane, x[block]);
+      }
+      using Integers = SplitActivations<BatchTile, kStepK / kGroupK>;
+      Integers const integers(&x[0][0][0], lane);
+      ByteSums start[Integers::kBytes] = {};
+      if constexpr (!Weight::kZeroPoints) integers.lower(Weight::kZero, start);
       CUTLASS_PRAGMA_UNROLL
       for (int tile = 0; tile < kWarpTiles; ++tile) {
-        multiply_integers(stage.weight[first_tile + tile] + step * kStepBytes, lane, integers, sums[tile][0]);
+        multiply_integers(stage.weight[first_tile + tile] + step * kStepBytes, lane, integers, start, sums[tile][0]);
       }
     } else if constexpr (Weight::kScaled) {
-      Scales scales[kWarpTiles];
+      constexpr int kPair = 2;  // tiles at a time: products that do not wait for one another, and few registers
       CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kWarpTiles; ++tile) scales[tile] = read_scales(stage.weight[first_tile + tile] + step * kStepBytes, lane);
-      Sums unit = {};
-      multiply_blocks(stage, first_tile, step, lane, x, scales, unit);
-      CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kWarpTiles; ++tile) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int batch = 0; batch < kBatchTiles; ++batch) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < SumFragment::kSums; ++i) {
-            sums[tile][batch][i] += (i < 2 ? scales[tile].scale.x : scales[tile].scale.y) * unit[tile][batch][i];
-          }
+      for (int first = 0; first < kWarpTiles; first += kPair) {
+        if (kWarpTiles - first < kPair) {
+          multiply_units<1>(stage, first_tile, first, step, lane, x, sums);
+        } else {
+          multiply_units<kPair>(stage, first_tile, first, step, lane, x, sums);
         }
       }
     } else {
-      multiply_blocks(stage, first_tile, step, lane, x, nullptr, sums);
+      CUTLASS_PRAGMA_UNROLL
+      for (int block = 0; block < kStepBlocks; ++block) {
+        if constexpr (kXInRing) read_x(stage, step * kStepBlocks + block, lane, x[block]);
+        CUTLASS_PRAGMA_UNROLL
+        for (int tile = 0; tile < kWarpTiles; ++tile) {
+          auto const* loads = reinterpret_cast<typename Weight::Load const*>(stage.weight[first_tile + tile]);
+          multiply_block(loads + (step * kStepBlocks + block) * kBlockLoads * kLanes + lane, x[block],
+                         [](uint32_t word, int) { return word; }, sums[tile]);
+        }
+      }
     }
   }
 
   // What a lane's codes of a unit are worth, in rows g and g + 8.
   struct Scales {
     float2 scale;
-    uint32_t middle[2];  // pairs
+    uint32_t zeros;  // a byte each
   };
   CUTLASS_DEVICE static Scales read_scales(unsigned char const* unit, int lane) {
-    Scales scales;
-    scales.scale = unpack_halves(*reinterpret_cast<uint32_t const*>(unit + Weight::kScales + lane / 4 * 4));
-    uint32_t zeros = 0;
-    if constexpr (Weight::kZeroPoints) zeros = *reinterpret_cast<uint16_t const*>(unit + Weight::kZeros + lane / 4 * 2);
-    scales.middle[0] = Weight::middle(zeros & 0xff);
-    scales.middle[1] = Weight::middle(zeros >> 8);
+    Scales scales = {unpack_halves(*reinterpret_cast<uint32_t const*>(unit + Weight::kScales + lane / 4 * 4)), 0};
+    if constexpr (Weight::kZeroPoints) {
+      scales.zeros = *reinterpret_cast<uint16_t const*>(unit + Weight::kZeros + lane / 4 * 2);
+    }
     return scales;
   }
 
   template <class Integers>
   CUTLASS_DEVICE static void multiply_integers(unsigned char const* unit, int lane, Integers const& x,
-                                               float (&sums)[Sum::kSums]) {
+                                               ByteSums const (&start)[Integers::kBytes], float (&sums)[Sum::kSums]) {
     Scales const scales = read_scales(unit, lane);
-    ByteSums products;
+    ByteSums products[Integers::kBytes];
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kStepBlocks; ++block) {
       auto const packed = reinterpret_cast<typename Weight::Load const*>(unit)[block * kLanes + lane];
       CUTLASS_PRAGMA_UNROLL
       for (int group = 0; group < kBlockGroups; ++group) {
         uint32_t const g = packed.word[2 * group], g8 = packed.word[2 * group + 1];
-        products.multiply(Weight::bytes(g, 0), Weight::bytes(g8, 0), Weight::bytes(g, 1), Weight::bytes(g8, 1),
-                          x.bytes[block * kBlockGroups + group]);
+        Words const a = {{Weight::bytes(g, 0), Weight::bytes(g8, 0), Weight::bytes(g, 1), Weight::bytes(g8, 1)}};
+        if (block == 0 && group == 0) {
+          x.multiply(a, 0, start, products);
+        } else {
+          x.multiply(a, block * kBlockGroups + group, products, products);
+        }
       }
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      float const zero = bf16_low(scales.middle[half]) - 128.f;
-      float const scale = (half ? scales.scale.y : scales.scale.x) * x.scale;
-      sums[half] += scale * (products.joined(half) - zero * x.sum);
+    for (int i = 0; i < Sum::kSums; ++i) {
+      int const half = i / Integers::kColumns, column = i % Integers::kColumns;
+      int32_t sum = Integers::joined(products, i);
+      if constexpr (Weight::kZeroPoints) sum -= int32_t(half ? scales.zeros >> 8 : scales.zeros & 0xff) * x.sum[column];
+      sums[i] += (half ? scales.scale.y : scales.scale.x) * x.scale[column] * float(sum);
     }
   }
 
-  template <class Worth>
-  CUTLASS_DEVICE static void multiply_blocks(Stage const& stage, int first_tile, int step, int lane,
-                                             Operand& x, Worth const& worth, Sums& sums) {
+  // A unit of `Tiles` row tiles.
+  template <int Tiles>
+  CUTLASS_DEVICE static void multiply_units(Stage const& stage, int first_tile, int first, int step, int lane,
+                                            Operand& x, Sums& sums) {
+    Scales scales[Tiles];
+    uint32_t middle[Tiles][2];
+    float products[Tiles][kBatchTiles][SumFragment::kSums] = {};
+    unsigned char const* units[Tiles];
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+      units[tile] = stage.weight[first_tile + first + tile] + step * kStepBytes;
+      scales[tile] = read_scales(units[tile], lane);
+      CUTLASS_PRAGMA_UNROLL
+      for (int half = 0; half < 2; ++half) middle[tile][half] = Weight::middle(scales[tile].zeros >> 8 * half & 0xff);
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kStepBlocks; ++block) {
       if constexpr (kXInRing) read_x(stage, step * kStepBlocks + block, lane, x[block]);
       CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < kWarpTiles; ++tile) {
-        typename Weight::Load packed[kBlockLoads];
+      for (int tile = 0; tile < Tiles; ++tile) {
+        auto const* loads = reinterpret_cast<typename Weight::Load const*>(units[tile]);
+        multiply_block(loads + block * kBlockLoads * kLanes + lane, x[block],
+                       [&](uint32_t word, int half) { return subtract_bf16x2(word, middle[tile][half]); },
+                       products[tile]);
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int batch = 0; batch < kBatchTiles; ++batch) {
         CUTLASS_PRAGMA_UNROLL
-        for (int load = 0; load < kBlockLoads; ++load) {
-          auto const* loads = reinterpret_cast<typename Weight::Load const*>(stage.weight[first_tile + tile] + step * kStepScales);
-          packed[load] = loads[((step * kStepBlocks + block) * kBlockLoads + load) * kLanes + lane];
+        for (int i = 0; i < SumFragment::kSums; ++i) {
+          sums[first + tile][batch][i] += (i < 2 ? scales[tile].scale.x : scales[tile].scale.y) * products[tile][batch][i];
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int mma = 0; mma < kBlockK / kMmaK; ++mma) {
-          Words a = Weight::operand(packed[mma / Weight::kMmas], mma % Weight::kMmas);
-          if constexpr (Weight::kScaled) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < 4; ++i) a.word[i] = subtract_bf16x2(a.word[i], worth[tile].middle[i % 2]);
-          }
-          CUTLASS_PRAGMA_UNROLL
-          for (int batch = 0; batch < kBatchTiles; ++batch) {
-            Words const& group = x[block][mma / 2][batch];
-            float(&d)[SumFragment::kSums] = sums[tile][batch];
-            cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
-                d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3],
-                ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),
-                d[0], d[1], d[2], d[3]);
-          }
-        }
+      }
+    }
+  }
+
+  // A block of a row tile, from the lane's first load of it. `lower` makes an operand's words, of row g + 8 half, final.
+  template <class Lower>
+  CUTLASS_DEVICE static void multiply_block(typename Weight::Load const* loads, Block const& x, Lower const& lower,
+                                            float (&sums)[kBatchTiles][Sum::kSums]) {
+    typename Weight::Load packed[kBlockLoads];
+    CUTLASS_PRAGMA_UNROLL
+    for (int load = 0; load < kBlockLoads; ++load) packed[load] = loads[load * kLanes];
+    CUTLASS_PRAGMA_UNROLL
+    for (int mma = 0; mma < kBlockK / kMmaK; ++mma) {
+      Words a = Weight::operand(packed[mma / Weight::kMmas], mma % Weight::kMmas);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) a.word[i] = lower(a.word[i], i % 2);
+      CUTLASS_PRAGMA_UNROLL
+      for (int batch = 0; batch < kBatchTiles; ++batch) {
+        Words const& group = x[mma / 2][batch];
+        float(&d)[Sum::kSums] = sums[batch];
+        cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
+            d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3],
+            ActivationFragment::operand(group, mma % 2, 0), ActivationFragment::operand(group, mma % 2, 1),
+            d[0], d[1], d[2], d[3]);
       }
     }
   }

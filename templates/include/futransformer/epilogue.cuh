@@ -352,15 +352,50 @@ struct ResidualFloat : SumSquares<Parts> {
     return {{stream[0], stream[1]}};
   }
   CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[8]) const {
-    float4 const(&added)[2] = operands.added;
-    float const stream[8] = {added[0].x, added[0].y, added[0].z, added[0].w,
-                             added[1].x, added[1].y, added[1].z, added[1].w};
+    float stream[8];
+    unpack_f32x8(operands.added, stream);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) values[i] += stream[i];
     size_t const first = size_t(row) * Columns + column;
     store_f32x8(residual + first, values);
     store_bf16x8(out + first, values);
     this->add(state, values);
+  }
+};
+
+// The same where the next weight has codes of its own, which cannot hold the norm's gain: `out` is the stream times it.
+template <int Columns, int Parts>
+struct ResidualFloatGain : SumSquares<Parts> {
+  using typename SumSquares<Parts>::Row;
+  float* residual;    // [rows, Columns]
+  bf16* out;          // [rows, Columns]
+  float const* gain;  // [Columns]
+
+  static constexpr int kOperands = 16, kPeriod = Columns;
+  struct Operands {
+    float4 added[2];
+    float4 gain[2];
+  };
+
+  CUTLASS_DEVICE ResidualFloatGain(float* stream, bf16* target, float* sums, float const* factors)
+      : SumSquares<Parts>(sums), residual(stream), out(target), gain(factors) {}
+  CUTLASS_DEVICE Operands load(Row const&, int row, int column) const {
+    float4 const* const stream = reinterpret_cast<float4 const*>(residual + size_t(row) * Columns + column);
+    float4 const* const factors = reinterpret_cast<float4 const*>(gain + column);
+    return {{stream[0], stream[1]}, {factors[0], factors[1]}};
+  }
+  CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[8]) const {
+    float stream[8], factors[8];
+    unpack_f32x8(operands.added, stream);
+    unpack_f32x8(operands.gain, factors);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) values[i] += stream[i];
+    size_t const first = size_t(row) * Columns + column;
+    store_f32x8(residual + first, values);
+    this->add(state, values);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 8; ++i) values[i] *= factors[i];
+    store_bf16x8(out + first, values);
   }
 };
 

@@ -75,6 +75,7 @@ struct WeightFragment<Int4<GroupK, ZeroPoints>> {
   static constexpr int kUnitBytes = kZeros + (ZeroPoints ? kTileRows : 0);
   static constexpr bool kScaled = true;
   static constexpr bool kZeroPoints = ZeroPoints;
+  static constexpr int kZero = 8;  // of symmetric codes
 
   static constexpr uint32_t kBiased = 0x43004300;  // a pair of 128, whose last four bits are worth 8, 4, 2 and 1
   static constexpr uint32_t kMiddle = 0x43084308;  // of 128 + 8

@@ -87,6 +87,13 @@ CUTLASS_DEVICE void store_e4m3x8(e4m3* target, float const (&values)[8]) {
 }
 
 // Eight floats, two 16-byte accesses.
+CUTLASS_DEVICE void unpack_f32x8(float4 const (&words)[2], float (&values)[8]) {
+  float const unpacked[8] = {words[0].x, words[0].y, words[0].z, words[0].w,
+                             words[1].x, words[1].y, words[1].z, words[1].w};
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 8; ++i) values[i] = unpacked[i];
+}
+
 CUTLASS_DEVICE void store_f32x8(float* target, float const (&values)[8]) {
   float4* const fours = reinterpret_cast<float4*>(target);
   fours[0] = make_float4(values[0], values[1], values[2], values[3]);

@@ -12,14 +12,16 @@
 namespace futransformer {
 
 // out[i] = table[indices[i]], sumsq_out[i] = its sum of squares; and of the same row, as far as they are given, residual[i]
-// in float32, and what `Quantise` (epilogue_fp8.cuh: StoreFp8) stores. Columns % 8 == 0, rows 16-byte aligned.
+// in float32, and what `Quantise` (epilogue_fp8.cuh: StoreFp8) stores. With a `gain` out[i], and it alone, is the row times
+// that. Columns % 8 == 0, rows 16-byte aligned.
 template <int Columns, int Threads>
 struct GatherRows {
   static constexpr int kVectors = Columns / 8;
 
   template <class Quantise = Chain<>>
   CUTLASS_DEVICE static void run(bf16 const* table, int table_rows, int const* indices, bf16* out, float* sumsq_out,
-                                 float* residual = nullptr, Quantise const& quantise = {}) {
+                                 float* residual = nullptr, Quantise const& quantise = {},
+                                 float const* gain = nullptr) {
     allow_next_kernel();
     wait_for_previous_kernel();
     quantise.prepare();
@@ -34,13 +36,22 @@ struct GatherRows {
     float sum = 0.f;
     for (int vector = threadIdx.x; vector < kVectors; vector += Threads) {
       uint4 const word = inside ? source[vector] : make_uint4(nan, nan, nan, nan);
-      target[vector] = word;
+      if (!gain) target[vector] = word;
       float values[8];
       unpack_bf16x8(word, values);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
       if (residual) store_f32x8(residual + row * Columns + 8 * vector, values);
       quantise.apply(Nothing{}, Nothing{}, int(row), 8 * vector, values);
+      if (gain) {
+        float4 const* const of_columns = reinterpret_cast<float4 const*>(gain) + 2 * vector;
+        float4 const factors[2] = {of_columns[0], of_columns[1]};
+        float each[8];
+        unpack_f32x8(factors, each);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) values[i] *= each[i];
+        store_bf16x8(out + row * Columns + 8 * vector, values);
+      }
     }
     quantise.conclude();
 

@@ -1,11 +1,15 @@
-// Activations as integers, for up to four sequences: x of a sequence and 32 to 128 k becomes 256 high + low times a power
-// of two, high and low s8, which are two columns of B of mma.sync.m16n8k32. Four-bit weights are its u8 A as they are: three
-// integer operations make the operands of 32 k x 16 rows, of BF16 fourteen, and these run at half rate on Hopper.
+// Activations as integers, for up to eight sequences: x of a sequence and 32 to 128 k becomes an integer of 15 bits times a
+// power of two, in two bytes: 256 high + low, high s8 and low u8, which are B of mma.sync.m16n8k32. Four-bit weights are
+// its u8 A as they are: three integer operations make the operands of 8 k x 16 rows a lane, of BF16 seven and four more,
+// and integer ones run at half rate on Hopper.
 //
-// Column 2 s of B is the high part of sequence s, column 2 s + 1 the low part, so lane (g, t) makes its bytes itself, and
-// has both parts' sums of sequence t. The largest x of a group lies in [2^13, 2^14) integers: what is larger than a 64th of it
-// has its 8 significant bits exactly, and the rest is off by at most 2^-14 of it.
+// Of eight sequences a lane (g, t) makes both bytes of sequence g, for two MMAs. Of four, column 2 s of B is the high byte of
+// sequence s and column 2 s + 1 the low one, both s8 (the high byte rounded), so that one MMA does. The sums of both are the
+// same integers. The largest x of a group lies in [2^13, 2^14) integers: what is larger than a 64th of it has its 8
+// significant bits exactly, and the rest is off by at most 2^-14 of it.
 #pragma once
+
+#include <type_traits>
 
 #include <cute/arch/mma_sm80.hpp>
 
@@ -14,7 +18,7 @@
 
 namespace futransformer {
 
-constexpr int kSplitBatch = 4;  // sequences
+constexpr int kSplitBatch = 4;  // sequences whose two bytes share an MMA
 
 // Which x a lane reads of each 32 k.
 struct SplitFragment {
@@ -30,32 +34,33 @@ struct SplitSumFragment {
   CUTE_HOST_DEVICE static int sequence(int lane, int) { return lane % 4; }
 };
 
-// A float that shows an integer of less than 22 bits in its low bits: what MMAs add there, it is then more in float32.
+// A float that shows an integer of less than 22 bits in its low bits.
 constexpr float kInteger = 12582912.f;  // 1.5 * 2^23
-constexpr uint32_t kIntegerBits = 0x4b400000;
 
-// D = A B + D of m16n8k32.
+// Sums of m16n8k32, of products with bytes that are signed or not.
 struct ByteSums {
-  uint32_t d[4] = {kIntegerBits, kIntegerBits, kIntegerBits, kIntegerBits};
+  uint32_t d[4];
 
-  CUTLASS_DEVICE void multiply(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t const (&b)[2]) {
-    cute::SM80_16x8x32_S32U8S8S32_TN::fma(d[0], d[1], d[2], d[3], a0, a1, a2, a3, b[0], b[1], d[0], d[1], d[2], d[3]);
-  }
-
-  // 256 high + low, of row g (half 0) or g + 8.
-  CUTLASS_DEVICE float joined(int half) const {
-    return __fmaf_rn(__uint_as_float(d[2 * half]) - kInteger, 256.f, __uint_as_float(d[2 * half + 1]) - kInteger);
+  template <bool Signed>
+  CUTLASS_DEVICE void multiply(Words const& a, uint32_t const (&b)[2], ByteSums const& c) {
+    using Mma = std::conditional_t<Signed, cute::SM80_16x8x32_S32U8S8S32_TN, cute::SM80_16x8x32_S32U8U8S32_TN>;
+    Mma::fma(d[0], d[1], d[2], d[3], a.word[0], a.word[1], a.word[2], a.word[3], b[0], b[1], c.d[0], c.d[1], c.d[2],
+             c.d[3]);
   }
 };
 
-// A sequence's x of Groups x 32 k.
-template <int Groups>
+// The x of `Batch` sequences (4 or 8) and Groups x 32 k, as a lane holds them, and their products with a row tile.
+template <int Batch, int Groups>
 struct SplitActivations {
-  uint32_t bytes[Groups][2];  // this lane's column: k 0, 4, 1, 5 and 2, 6, 3, 7 of its eight, as nibbles lie in a word
-  float scale;                // of sequence t's integers
-  float sum;                  // of sequence t's integers
+  static constexpr bool kPaired = Batch == kSplitBatch;  // both bytes of a sequence in neighbouring columns of one B
+  static constexpr int kBytes = kPaired ? 1 : 2;
+  static constexpr int kColumns = kPaired ? 1 : 2;  // sequences whose sums a lane has, of rows g and g + 8
 
-  CUTLASS_DEVICE explicit SplitActivations(Words const* x, int lane) {
+  uint32_t bytes[kBytes][Groups][2];  // k 0, 4, 1, 5 and 2, 6, 3, 7 of a lane's eight, as nibbles lie in a word
+  float scale[kColumns];              // of a sequence's integers
+  int32_t sum[kColumns];              // of a sequence's integers
+
+  CUTLASS_DEVICE SplitActivations(Words const* x, int lane) {
     uint32_t most = x[0].word[0];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 1; i < 4 * Groups; ++i) most = larger_magnitude_bf16x2(most, x[i / 4].word[i % 4]);
@@ -66,13 +71,14 @@ struct SplitActivations {
     // The power of two below it, or 2^-113. What is not finite makes the scale NaN, and so the sums.
     uint32_t const power = max(__float_as_uint(largest) & 0x7f800000u, 14u << 23);
     float const unit = __uint_as_float((13u + 2 * 127u << 23) - power);
-    scale = __shfl_sync(0xffffffffu, __fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f), lane % 4 * 8);
+    float const own = __fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kColumns; ++i) scale[i] = __shfl_sync(0xffffffffu, own, (lane % 4 * kColumns + i) * (32 / Batch));
 
     // The low 16 bits of a value and kInteger are the integer; 128 more, and the upper byte is rounded to nearest.
-    bool const high = lane / 4 % 2 == 0;
-    float const base = high ? kInteger + 128 : kInteger;
-    uint32_t const byte = high ? 0x51 : 0x40;
-    ByteSums sums;
+    bool const rounded = kPaired && lane / 4 % 2 == 0;
+    float const base = rounded ? kInteger + 128 : kInteger;
+    ByteSums ones[kBytes] = {};
     CUTLASS_PRAGMA_UNROLL
     for (int group = 0; group < Groups; ++group) {
       uint32_t integer[8];
@@ -83,14 +89,38 @@ struct SplitActivations {
       }
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        uint32_t const even = __byte_perm(integer[2 * half], integer[2 * half + 4], byte);
-        uint32_t const odd = __byte_perm(integer[2 * half + 1], integer[2 * half + 5], byte);
-        bytes[group][half] = __byte_perm(even, odd, 0x5410);
+        uint32_t const even = __byte_perm(integer[2 * half], integer[2 * half + 4], 0x5410);
+        uint32_t const odd = __byte_perm(integer[2 * half + 1], integer[2 * half + 5], 0x5410);
+        bytes[0][group][half] = __byte_perm(even, odd, kPaired && !rounded ? 0x6420 : 0x7531);
+        if constexpr (!kPaired) bytes[1][group][half] = __byte_perm(even, odd, 0x6420);
       }
       constexpr uint32_t kOnes = 0x01010101;
-      sums.multiply(kOnes, kOnes, kOnes, kOnes, bytes[group]);
+      multiply({{kOnes, kOnes, kOnes, kOnes}}, group, ones, ones);
     }
-    sum = sums.joined(0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kColumns; ++i) sum[i] = joined(ones, i);
+  }
+
+  // products = a x + start, of 32 k.
+  CUTLASS_DEVICE void multiply(Words const& a, int group, ByteSums const (&start)[kBytes],
+                               ByteSums (&products)[kBytes]) const {
+    products[0].template multiply<true>(a, bytes[0][group], start[0]);
+    if constexpr (!kPaired) products[1].template multiply<false>(a, bytes[1][group], start[1]);
+  }
+
+  // 256 high + low of sum i, as SplitSumFragment or SumFragment count them.
+  CUTLASS_DEVICE static int32_t joined(ByteSums const (&products)[kBytes], int i) {
+    if constexpr (kPaired) return int32_t(products[0].d[2 * i] * 256 + products[0].d[2 * i + 1]);
+    if constexpr (!kPaired) return int32_t(products[0].d[i] * 256 + products[1].d[i]);
+  }
+
+  // Where products start, for sums of code - zero.
+  CUTLASS_DEVICE void lower(int32_t zero, ByteSums (&start)[kBytes]) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      start[0].d[i] = 0;
+      if (!kPaired || i % 2) start[kBytes - 1].d[i] = uint32_t(-zero * sum[i % kColumns]);
+    }
   }
 };
 
