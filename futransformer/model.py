@@ -35,7 +35,7 @@ from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError, UnsupportedError
-from futransformer.generator.precision import E4M3, INT4, Precision, get_precision, with_gain_in_x
+from futransformer.generator.precision import E4M3, INT4, Precision, gains_in_x, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
@@ -526,7 +526,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     if precision.gain_in_x and groups is None:
         raise UnsupportedError(
             f"{checkpoint.folder} has no INT4 codes of its own, for which {precision.name} is; use "
-            f"{precision.name.removesuffix('-gain')}"
+            f"{precision.name.replace('-gain', '')}"
         )
     if stored_as is None:
         return precision, None
@@ -542,8 +542,8 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
             f"{checkpoint.folder} is {stored_as.title}, and precision {precision.name} has other groups; use {served}"
         )
     checkpoint.check_codes()
-    if not precision.gain_in_x and any((gain != 1).any() for gain in checkpoint.norm_gains()):
-        precision = with_gain_in_x(precision)
+    if any((gain != 1).any() for gain in checkpoint.norm_gains()):
+        precision = gains_in_x(precision)
     return precision, f"{stored_as.title}: decode keeps the codes ({precision.name}), prefill reads them dequantised"
 
 

@@ -92,9 +92,9 @@ PRECISIONS: dict[str, Precision] = {
 
 # a row of INT4 weights, their groups, and where gains are: int4-g32-asym-gain
 _INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-gain)?")
-_KV8 = "-kv8"
+_GAIN, _KV8 = "-gain", "-kv8"
 PRECISION_NAMES = (
-    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, -gain; all of them with -kv8)"
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8)"
 )
 
 
@@ -127,7 +127,9 @@ def get_precision(name: str | Precision) -> Precision:
     raise UnsupportedError(f"precision {name!r} is not implemented; choose one of: {PRECISION_NAMES}")
 
 
-def with_gain_in_x(row: Precision) -> Precision:
-    """The row whose decode keeps a checkpoint's codes: int4-kv8 becomes int4-gain-kv8."""
-    cache = _KV8 if row.name.endswith(_KV8) else ""
-    return replace(row, name=f"{row.name.removesuffix(_KV8)}-gain{cache}", gain_in_x=True)
+def gains_in_x(row: Precision) -> Precision:
+    """The same row of INT4 weights, with the gains of norms in the x that decode writes."""
+    if row.gain_in_x:
+        return row
+    base = row.name.removesuffix(_KV8)
+    return replace(row, name=base + _GAIN + row.name[len(base) :], gain_in_x=True)

@@ -13,7 +13,7 @@ from futransformer.build.cache import file_stem
 from futransformer.generator.config import CONFIGS, GROUPS, HEAD_DIMS, LlamaConfig
 from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.plan import kernel_specs, make_plan, projections
-from futransformer.generator.precision import BF16, CHANNEL, E4M3, INT4, PRECISIONS, Element, get_precision
+from futransformer.generator.precision import BF16, CHANNEL, E4M3, INT4, PRECISIONS, Element, gains_in_x, get_precision
 from futransformer.generator.render import TEMPLATES
 from futransformer.generator.specs import KernelSpec
 
@@ -192,12 +192,35 @@ def test_int4_rows_are_named_with_their_groups(
     assert (row.group_size, row.zero_points) == (group_size, zero_points)
 
 
+@pytest.mark.parametrize("name", ["int4-gain", "fp8-int4-g64-asym-gain-kv8"])
+def test_gains_in_x_change_what_writes_x_and_nothing_else(name: str) -> None:
+    row, config = get_precision(name), CONFIGS["llama-3.1-8b"]
+    assert (row.name, row.gain_in_x) == (name, True)
+    base = name.replace("-gain", "")
+    assert gains_in_x(get_precision(base)) == gains_in_x(row) == row
+    gained, plain = (set(kernel_specs(config, precision)) for precision in (name, base))
+    assert {getattr(spec, "op", "gather_rows") for spec in gained - plain} == {"o", "down", "gather_rows"}
+    for spec in gained - plain:
+        assert spec.params[-1].name == "gain"
+        assert spec.name.endswith("_gain")
+
+
 def test_the_usual_group_is_no_part_of_a_name() -> None:
     assert get_precision("fp8-int4-g128-asym").name == "fp8-int4-asym"
 
 
 @pytest.mark.parametrize(
-    "name", ["int4-g48", "int4-asym-g32", "bf16-g32", "int4-kv8-asym", "fp8-promoted-int4", "int4-"]
+    "name",
+    [
+        "int4-g48",
+        "int4-asym-g32",
+        "bf16-g32",
+        "int4-kv8-asym",
+        "int4-kv8-gain",
+        "fp8-gain",
+        "fp8-promoted-int4",
+        "int4-",
+    ],
 )
 def test_int4_rows_that_do_not_exist_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"precision '{name}' is not implemented"):

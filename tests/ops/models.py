@@ -68,9 +68,12 @@ INT4 = (
     "llama-3.1-8b-int4-channel-asym",
 )
 
+# FP8 prefill before INT4 decode, which the real model goes through in turns.
+BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
+
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
 # and the decode GEMM of the fewest serve all. That saves two kernels of three.
-WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8", *INT4[:4])
+WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8", *INT4[:4], BOTH_PHASES)
 MODELS = (*WHOLE, *INT4[4:], "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8)
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
