@@ -38,7 +38,7 @@ from futransformer.checkpoint import (
 from futransformer.formats.codes import Groups
 from futransformer.formats.compressed_tensors import packed_config, packed_tensors
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.errors import CheckpointError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.quantize.folder import (
     DESCRIPTION_FILE,
@@ -54,7 +54,7 @@ from futransformer.quantize.folder import (
 from futransformer.quantize.int4 import Int4Weight
 
 WHAT = "quantised model"
-DONE = ".errors.json"  # beside a finished shard, until all are
+DONE = ".errors.json"  # beside a finished shard, until all are: its errors and its sha256
 UNFINISHED = ".unfinished"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -99,11 +99,11 @@ def write_quantised(
         errors: dict[str, float] = {}
         start, written = time.perf_counter(), 0
         for index, shard in enumerate(shards[:-1]):
-            done = partial / f"{shard}{DONE}"
-            if not done.is_file():
-                _write_json(done, _write_layer(checkpoint, index, partial / shard, quantise))
+            found = _finished(partial / shard)
+            if found is None:
+                found = _write_layer(checkpoint, index, partial / shard, quantise)
                 written += 1
-            errors |= read_json(done)
+            errors |= found
             if progress is not None:
                 left = (time.perf_counter() - start) / max(written, 1) * (layers - index - 1)
                 progress(Progress(index + 1, layers, left))
@@ -136,8 +136,23 @@ def _write_layer(checkpoint: Checkpoint, index: int, shard: Path, quantise: Quan
         tensors |= packed_tensors(module, codes)
         exact = weight.float()
         errors[module] = ((codes.dequantise() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-    _write_whole(shard, save(tensors, {"format": "pt"}))
+    content = save(tensors, {"format": "pt"})
+    _write_whole(shard, content)
+    finished = {"errors": errors, "sha256": hashlib.sha256(content).hexdigest()}
+    _write_json(shard.with_name(f"{shard.name}{DONE}"), finished)
     return errors
+
+
+def _finished(shard: Path) -> dict[str, float] | None:
+    """The errors of a layer that an earlier run finished; None where it did not, or a crash has damaged it since."""
+    done = shard.with_name(f"{shard.name}{DONE}")
+    try:
+        finished = JsonReader(done, read_json(done))
+        errors = finished.section("errors")
+        sound = sha256_of(shard) == finished.text("sha256")
+        return {name: errors.number(name) for name in errors.content} if sound else None
+    except (ConfigError, OSError):
+        return None
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -147,6 +147,48 @@ def test_an_interrupted_job_goes_on(tiny_base_model: Path, tmp_path: Path) -> No
     assert not list(tmp_path.glob(".out*"))
 
 
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("beside", "damage"),
+    [("", lose), ("", cut_short), ("", flip), (".errors.json", cut_short), (".errors.json", empty)],
+)
+def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str, damage: Callable[[Path], None]
+) -> None:
+    """A file system may lose what was renamed into place shortly before."""
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(write_module, "_describe", stop)
+        with pytest.raises(StoppedError):
+            write(tiny_base_model, tmp_path / "out")
+    (partial,) = tmp_path.glob(".out-*.partial")
+    damage(partial / f"{SHARDS[0]}{beside}")
+    output, whole = write(tiny_base_model, tmp_path / "out"), write(tiny_base_model, tmp_path / "whole")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
 def test_another_method_begins_anew(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise StoppedError
