@@ -163,7 +163,8 @@ class Llama:
         plan = plan_memory(config, precision, cache_tokens=cache_tokens, rows=max_rows, reference=reference, bf16=bf16)
         check_memory(config.name, plan, target)
         checkpoint = load_checkpoint(folder, config)
-        check_sums(folder)
+        if checkpoint.format is not None:
+            check_sums(folder)
         precision, note = serving(checkpoint, precision)
         if note is not None and progress is not None:
             progress(f"{config.name}: {note}")

@@ -135,6 +135,17 @@ def test_a_calibrated_model_is_measured_in_fp8(calibrated: Path, tmp_path: Path,
     assert [reports[name].get("fp8_scales") for name in ("bf16", "fp8", "running")] == [None, "frozen", "running"]
 
 
+def test_a_description_that_was_cut_short_is_cured_as_it_says(calibrated: Path, tmp_path: Path, capsys: Output) -> None:
+    """The weights are the model's own, so they run in BF16 and can be calibrated again."""
+    description = calibrated / "futransformer.json"
+    description.write_bytes(description.read_bytes()[:100])
+    run = ("run", calibrated, "--reference", "--prompt", "Hello", "--max-new-tokens", 1)
+    assert f"calibrate again: futransformer calibrate {calibrated}" in failure(capsys, *run, "--precision", "fp8")
+    succeed(*run)
+    succeed("calibrate", calibrated, "-o", tmp_path / "again", "--reference", "--samples", 1, "--context", 32)
+    succeed("run", tmp_path / "again", *run[2:], "--precision", "fp8")
+
+
 def rescale(folder: Path, factor: float) -> None:
     """Other scales than were found, whose sha256 is right."""
     path = folder / "fp8_scales.safetensors"

@@ -10,7 +10,8 @@
 
 The folder appears by one rename, complete. When an FP8 prefill is loaded from it, the sha256 of scales, FP8 weights and
 of what else is read (``CHECKED``) must be those that it names, so that scales do not meet a model that they are not of.
-The model's weights are not checked, nor are licences and the like. Format 1 had neither FP8 weights nor BF16 parts.
+The model's weights are not checked, unless they are INT4 codes that we wrote (futransformer.quantize.write), nor are
+licences and the like. Format 1 had neither FP8 weights nor BF16 parts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from safetensors.torch import load_file, save
 
 from futransformer.build.cache import storage_errors
 from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
+from futransformer.formats import read_format
 from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, ConfigError, InputError
@@ -44,7 +46,7 @@ from futransformer.quantize.stored import StoredWeights, save_weights
 FORMAT = 2
 READ_FORMATS = (1, FORMAT)
 DESCRIPTION_FILE = "futransformer.json"
-INT4_SECTION = "int4_weights"  # of the description of a quantised model, not of a calibrated one
+INT4_SECTION = "int4_weights"  # of a quantised model's description; a calibration of that model keeps it
 SCALES_FILE = "fp8_scales.safetensors"
 WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
@@ -108,11 +110,20 @@ def write_folder(
             "bf16_layers": format_parts(recipe.bf16),
             "fp8_scales": {"file": SCALES_FILE, **calibration},
             "fp8_weights": {"file": WEIGHTS_FILE} if recipe.weights else None,
+            **_int4_section(source),
             "sha256": {path.name: sha256_of(path) for path in sorted(written.iterdir())},
         }
         text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
         (written / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
         publish(written, there, scratch / "replaced")
+
+
+def _int4_section(folder: Path) -> dict[str, Any]:
+    """What a quantised model says of its codes, by which ``check_sums`` knows that every file is to be checked."""
+    path = folder / DESCRIPTION_FILE
+    if read_format(folder) is None or not path.is_file():
+        return {}
+    return {key: value for key, value in read_json(path).items() if key == INT4_SECTION}
 
 
 def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
@@ -125,7 +136,7 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
         raise CheckpointError(f"{folder} has no FP8 scales, it holds no {DESCRIPTION_FILE}; {first}")
     try:
         description = JsonReader(path, read_json(path))
-        if description.has(INT4_SECTION):
+        if description.has(INT4_SECTION) and not description.has("fp8_scales"):
             raise CheckpointError(f"{folder} has no FP8 scales, it holds INT4 weights alone; {first}")
         version = description.integer("format")
         sums = description.section("sha256")

@@ -44,6 +44,7 @@ from futransformer.quantize.folder import (
     DESCRIPTION_FILE,
     FORMAT,
     INT4_SECTION,
+    READ_FORMATS,
     carried_files,
     check_output,
     publish,
@@ -205,12 +206,21 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_sums(folder: Path) -> None:
-    """Refuse a folder that ``write_quantised`` wrote and of which a file has changed: safetensors has no checksums."""
+    """Refuse a folder of INT4 weights of ours of which a file has changed: safetensors has no checksums."""
     path = folder / DESCRIPTION_FILE
     description = JsonReader(path, read_json(path) if path.is_file() else {})
     if not description.has(INT4_SECTION):
         return
+    version = description.integer("format")
+    if version not in READ_FORMATS:
+        raise CheckpointError(f"{path} is of format {version}, this version reads formats up to {FORMAT}")
     sums = description.section("sha256")
+    for name in ("config.json", *weight_files(folder)):
+        if not sums.has(name):
+            raise CheckpointError(
+                f"{folder / name} is no file that {DESCRIPTION_FILE} names, so it may be of another model; remove it "
+                "if it does not belong there, or quantise again"
+            )
     for name, digest in _texts(sums):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, which {DESCRIPTION_FILE} names; fetch it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,44 @@ def test_a_flipped_bit_is_noticed(tiny_base_model: Path, tmp_path: Path, name: s
     (output / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         decoded(output, "int4-g64-asym")
+
+
+def test_a_flipped_bit_is_noticed_when_scales_have_been_added(tiny_base_model: Path, tmp_path: Path) -> None:
+    output, calibrated = write(tiny_base_model, tmp_path / "out"), tmp_path / "calibrated"
+    short = ["--reference", "--samples", "1", "--context", "32"]
+    for source, twice in ((output, calibrated), (calibrated, tmp_path / "again")):
+        assert main(["calibrate", str(source), "-o", str(twice), *short]) == 0
+        assert decoded(twice, "fp8-int4-g64-asym").isfinite().all()
+    (twice / SHARDS[0]).unlink()  # it is a link to the first one
+    shutil.copyfile(calibrated / SHARDS[0], twice / SHARDS[0])
+    flip(twice / SHARDS[0])
+    for precision in ("bf16", "fp8-int4-g64-asym"):
+        with pytest.raises(CheckpointError, match=f"{SHARDS[0]} is not the file that futransformer.json names"):
+            decoded(twice, precision)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sha256": None}, "config.json is no file that futransformer.json names"),
+        ({"format": 3}, "is of format 3, this version reads formats up to 2"),
+    ],
+)
+def test_a_description_that_says_no_sums_is_refused(
+    tiny_base_model: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    output = write(tiny_base_model, tmp_path / "out")
+    path = output / "futransformer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=words):
+        decoded(output, "int4-g64-asym")
+
+
+def test_a_foreign_file_of_weights_is_noticed(tiny_base_model: Path, tmp_path: Path) -> None:
+    output = write(tiny_base_model, tmp_path / "out")
+    shutil.copyfile(tiny_base_model / "model.safetensors", output / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file that futransformer\.json names"):
+        decoded(output, "bf16")
 
 
 class StoppedError(Exception):
