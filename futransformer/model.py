@@ -524,6 +524,12 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     have the checkpoint's groups: UnsupportedError says which precision has.
     """
     stored_as, groups = checkpoint.format, checkpoint.groups
+    whole = get_precision(("fp8" if precision.prefill == E4M3 else "bf16") + "-kv8" * (precision.kv == E4M3)).name
+    if stored_as is not None and stored_as.mixed and precision.decode == INT4:
+        raise UnsupportedError(
+            f"{checkpoint.folder} is {stored_as.title}: codes of several kinds, which INT4 kernels cannot keep, and "
+            f"rounding them again would lose more; use {whole}"
+        )
     if precision.gain_in_x and groups is None:
         raise UnsupportedError(
             f"{checkpoint.folder} has no INT4 codes of its own, for which {precision.name} is; use "
@@ -531,14 +537,16 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
         )
     if stored_as is None:
         return precision, None
+    keeping = ""
+    if groups is not None and groups.suffix is not None:
+        phase, _, cache = whole.partition("-")
+        keeping = f"{'fp8-' if phase == 'fp8' else ''}int4{groups.suffix}{'-' * bool(cache)}{cache}"
     phases = " and ".join(dict.fromkeys((precision.prefill.name, precision.decode.name)))
     if precision.decode != INT4 or groups is None:
-        advice = ""
-        if groups is not None and groups.suffix is not None:
-            advice = f"; decode keeps the codes with precision int4{groups.suffix}"
+        advice = f"; decode keeps the codes with precision {keeping}" if keeping else ""
         return precision, f"{stored_as.title}: dequantised, and served as {phases}{advice}"
     if groups != (precision.group_size, precision.zero_points):
-        served = f"int4{groups.suffix}, which keeps its codes, or bf16" if groups.suffix is not None else "bf16"
+        served = f"{keeping}, which keeps its codes, or {whole}" if keeping else whole
         raise UnsupportedError(
             f"{checkpoint.folder} is {stored_as.title}, and precision {precision.name} has other groups; use {served}"
         )

@@ -78,7 +78,8 @@ def test_layers_that_stay_in_bf16_are_said_wherever_the_model_is_used(
 def test_layers_that_stay_in_bf16_are_chosen(tiny_base_model: Path, tmp_path: Path, capsys: Output) -> None:
     out = tmp_path / "out"
     command = ("calibrate", tiny_base_model, "-o", out, "--reference", "--context", 64, "--samples", 2)
-    assert "auto:3: give auto:N with N above 0" in failure(capsys, *command, "--bf16-layers", "auto:3")
+    for wrong in ("auto:3", "auto"):
+        assert f"{wrong}: give auto:N with N above 0" in failure(capsys, *command, "--bf16-layers", wrong)
     succeed(*command, "--bf16-layers", "auto:0.5", "--json")
     captured = capsys.readouterr()
     assert "layer 1, mlp: " in captured.err
@@ -133,6 +134,19 @@ def test_a_calibrated_model_is_measured_in_fp8(calibrated: Path, tmp_path: Path,
     assert np.log(reports["fp8"]["perplexity"]) == pytest.approx(np.log(reports["bf16"]["perplexity"]), rel=0.05)
     assert reports["fp8 decode"]["perplexity"] == reports["bf16 decode"]["perplexity"]
     assert [reports[name].get("fp8_scales") for name in ("bf16", "fp8", "running")] == [None, "frozen", "running"]
+
+
+def test_an_int4_model_is_calibrated_for_the_precision_that_its_refusal_names(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    succeed("quantize", tiny_base_model, "-o", model, "--group-size", 32)
+    capsys.readouterr()
+    command = ("calibrate", model, "-o", out, "--reference", "--samples", 1, "--context", 32, "--precision")
+    assert "use fp8-int4-g32, which keeps its codes, or fp8" in failure(capsys, *command, "fp8-int4")
+    succeed(*command, "fp8-int4-g32")
+    assert json.loads((out / "futransformer.json").read_text())["precision"]["name"] == "fp8-int4-g32"
+    succeed("run", out, "--reference", "--precision", "fp8-int4-g32", "--prompt", "Hello", "--max-new-tokens", 1)
 
 
 def test_a_description_that_was_cut_short_is_cured_as_it_says(calibrated: Path, tmp_path: Path, capsys: Output) -> None:
@@ -193,6 +207,8 @@ def test_what_makes_no_sense_is_refused(
     new = tmp_path / "new"
     calibrate = ("calibrate", tiny_base_model, "--reference", "-o")
     assert "overlaps the model's folder" in failure(capsys, *calibrate, tiny_base_model, "--force")
+    assert "is not implemented" in failure(capsys, *calibrate, new, "--precision", "fp8-int4-g48")
+    assert "is of an FP8 prefill, and int4 has none" in failure(capsys, *calibrate, new, "--precision", "int4")
     assert "at least 1 window, not 0" in failure(capsys, *calibrate, new, "--samples", 0)
     assert "a window must be at least 2 tokens, not 1" in failure(capsys, *calibrate, new, "--context", 1)
     assert "there is no such file" in failure(capsys, *calibrate, new, "--text", tmp_path / "none")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from futransformer.cli.model import FP8_PRECISIONS, add_model, check_window, load, model_folder, read_text, say
+from futransformer.generator.errors import InputError
+from futransformer.generator.precision import E4M3, get_precision
 
 if TYPE_CHECKING:
     from futransformer.model import Llama
@@ -37,7 +39,9 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser.add_argument("--context", type=int, default=1024, metavar="L", help="tokens in a window (default: 1024)")
     default = FP8_PRECISIONS[0]
     parser.add_argument(
-        "--precision", choices=FP8_PRECISIONS, default=default, help=f"what to calibrate for (default: {default})"
+        "--precision",
+        default=default,
+        help=f"what to calibrate for: {', '.join(FP8_PRECISIONS)}, or any whose prefill is FP8 (default: {default})",
     )
     add_method(parser)
     parser.set_defaults(handler=_calibrate, fp8_scales=None)
@@ -64,7 +68,6 @@ def add_method(parser: argparse.ArgumentParser) -> None:
 def _calibrate(args: argparse.Namespace) -> int:
     from futransformer.checkpoint import load_checkpoint  # noqa: PLC0415 - see futransformer.cli
     from futransformer.generator.config import load_config  # noqa: PLC0415
-    from futransformer.generator.precision import get_precision  # noqa: PLC0415
     from futransformer.layer_parts import format_parts  # noqa: PLC0415
     from futransformer.quantize.calibrate import choose_windows  # noqa: PLC0415
     from futransformer.quantize.folder import check_output, write_folder  # noqa: PLC0415
@@ -72,10 +75,15 @@ def _calibrate(args: argparse.Namespace) -> int:
     from futransformer.quantize.recipe import Fp8Recipe  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
+    precision = get_precision(args.precision)
+    if precision.prefill != E4M3:
+        raise InputError(
+            f"calibration is of an FP8 prefill, and {precision.name} has none: give one of {', '.join(FP8_PRECISIONS)}"
+        )
     text_name, text = read_text(args.text)
     folder = model_folder(args.model)
     check_output(folder, args.output, force=args.force)
-    config, precision = load_config(folder), get_precision(args.precision)
+    config = load_config(folder)
     bf16 = parse_bf16(args.bf16_layers, config.num_hidden_layers)
     method = Method(bf16, args.weights, args.context, args.samples)
     tokens = Tokenizer(folder).encode(text)

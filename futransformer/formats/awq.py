@@ -33,6 +33,11 @@ class Awq:
         """See Format.title."""
         return f"AWQ, {self.groups}"
 
+    @property
+    def mixed(self) -> bool:
+        """See Format.mixed."""
+        return False
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         if f"{module}.weight" in stored:

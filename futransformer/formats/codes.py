@@ -90,6 +90,11 @@ class Format(Protocol):
         """Of its INT4 codes; None where it has others."""
         ...
 
+    @property
+    def mixed(self) -> bool:
+        """Whether it may have INT4 codes of several groups, or beside FP8."""
+        ...
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """The tensors of a projection; None where it is not quantised."""
         ...
@@ -128,6 +133,8 @@ class GroupedCodes:
             raise UnsupportedError(
                 f"{self.module} has act-order, whose groups are no runs of columns: {DEQUANTISED_INSTEAD}"
             )
+        if not self.scales.isfinite().all():
+            raise CheckpointError(f"{self.module} has scales that are not finite; fetch the checkpoint again")
         scales = self.scales.half()
         lost = int((scales.float() != self.scales.float()).sum())
         if lost:

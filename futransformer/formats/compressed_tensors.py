@@ -82,6 +82,11 @@ class CompressedTensors:
         different = {scheme.groups for scheme in self.schemes}
         return next(iter(different)) if len(different) == 1 else None
 
+    @property
+    def mixed(self) -> bool:
+        """See Format.mixed."""
+        return len({scheme.groups for scheme in self.schemes}) > 1
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         packed, weight = f"{module}.weight_packed", f"{module}.weight"
@@ -166,8 +171,14 @@ def _scheme(group: JsonReader) -> Scheme:
     targets = group.content.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise group.error("targets", "must be a list of names")
+    try:
+        for target in targets:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except re.error as error:
+        raise group.error("targets", f"holds {error.pattern!r} after re:, which is no pattern: {error}") from error
     kind, bits = weights.text("type"), weights.integer("num_bits")
-    strategy = weights.text("strategy") if weights.has("strategy") else "group" if weights.has("group_size") else ""
+    implied = "group" if weights.has("group_size") else "tensor"
+    strategy = weights.text("strategy") if weights.has("strategy") else implied
     if kind == "float" and bits == 8:
         if strategy not in ("tensor", "channel", "block"):
             raise weights.error("strategy", f"is {strategy!r}; of FP8 weights supported: tensor, channel, block")
@@ -184,7 +195,8 @@ def _scheme(group: JsonReader) -> Scheme:
     order = weights.content.get("actorder")
     if order is True or order not in (None, False, "weight", "static", *ACT_ORDERS):
         raise weights.error("actorder", f"is {order!r}; supported: group, weight")
-    return Scheme(tuple(targets), Groups(size, not weights.boolean("symmetric")), act_order=order in ACT_ORDERS)
+    symmetric = weights.boolean("symmetric") if weights.has("symmetric") else True
+    return Scheme(tuple(targets), Groups(size, not symmetric), act_order=order in ACT_ORDERS)
 
 
 def packed_tensors(module: str, weight: Int4Weight) -> dict[str, Tensor]:

@@ -35,6 +35,11 @@ class Fp8:
         """See Format.groups."""
         return None
 
+    @property
+    def mixed(self) -> bool:
+        """See Format.mixed."""
+        return False
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         return fp8_tensors(module, shape, stored, self.block)

@@ -51,6 +51,11 @@ class Gptq:
         version = f" v{self.version}" if self.groups.zero_points else ""
         return f"GPTQ{version}, {self.groups}"
 
+    @property
+    def mixed(self) -> bool:
+        """See Format.mixed."""
+        return False
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         if f"{module}.weight" in stored:

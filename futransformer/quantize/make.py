@@ -64,14 +64,14 @@ def parse_bf16(text: str | None, layers: int) -> Parts | float:
     """What ``Method.bf16`` should be: parts by name, or N of "auto:N"."""
     if not text:
         return frozenset()
-    if not text.startswith(AUTO):
+    if not text.startswith(AUTO.rstrip(":")):
         return parse_parts(text, layers)
     try:
         count = float(text.removeprefix(AUTO))
     except ValueError:
         count = 0
     if not 0 < count <= layers:  # nor NaN
-        raise InputError(f"{text}: give {AUTO}N with N above 0 and at most {layers} layers, as in {AUTO}2.5")
+        raise InputError(f"{text}: give {AUTO}N with N above 0 and at most {layers} layers, as in {AUTO}0.5")
     return count
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from futransformer.checkpoint import Checkpoint, fold_gain, load_checkpoint, pair_order, projections_of
+from futransformer.formats import read_format
 from futransformer.formats.codes import nibbles, words
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
@@ -114,6 +115,14 @@ def test_scales_that_float16_does_not_hold(written: Written) -> None:
         assert checkpoint.projection(module).isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite(written: Written, scale: float) -> None:
+    folder, _ = written(KINDS["packed"])
+    edit(folder, put(f"{Q}.weight_scale", lambda x: x.fill_(scale)))
+    with pytest.raises(CheckpointError, match=f"{Q} has scales that are not finite; fetch the checkpoint again"):
+        opened(folder).codes(0)
+
+
 def test_a_layer_that_is_not_quantised(written: Written) -> None:
     """Read as it is; but kernels of one kind of weight cannot keep both."""
     folder, drawn = written(KINDS["packed"])
@@ -215,7 +224,7 @@ def change(name: str, key: str, to: Any) -> tuple[str, Callable[[Kind], Kind]]:
 def nested(key: str, to: Any, **section: Any) -> Callable[[Kind], Kind]:
     def of(kind: Kind) -> Kind:
         group = packed_section(128, symmetric=True)["config_groups"]["group_0"]
-        if key == "input_activations":
+        if key in ("input_activations", "targets"):
             group[key] = to
         else:
             group["weights"][key] = to
@@ -244,6 +253,7 @@ def nested(key: str, to: Any, **section: Any) -> Callable[[Kind], Kind]:
         ("packed", nested("num_bits", 8), "weights.num_bits and type are 8, 'int'"),
         ("packed", nested("strategy", "tensor_group"), "strategy is 'tensor_group'"),
         ("packed", nested("actorder", "sideways"), "actorder is 'sideways'"),
+        ("packed", nested("targets", ["re:["]), "group_0.targets holds '[' after re:, which is no pattern"),
         ("packed", nested("input_activations", {"num_bits": 8}), "input_activations are not supported"),
     ],
 )
@@ -348,6 +358,31 @@ def test_patterns_choose_a_scheme(written: Written) -> None:
     for module, drawn in again.items():
         assert torch.equal(checkpoint.projection(module).double(), drawn.weight())
     assert checkpoint.groups is None
+
+
+def absent(*keys: str, **weights: Any) -> dict[str, Any]:
+    """config_groups whose weights lack these keys."""
+    group = packed_section(128, symmetric=True)["config_groups"]["group_0"]
+    group["weights"] = {key: value for key, value in (group["weights"] | weights).items() if key not in keys}
+    return {"group_0": group}
+
+
+def test_what_compressed_tensors_leaves_out_is_its_default(written: Written) -> None:
+    """Symmetric; of FP8 a scale a tensor."""
+    folder, drawn = written(with_section(KINDS["packed"], config_groups=absent("symmetric", "strategy")))
+    assert torch.equal(opened(folder).projection(Q).double(), drawn[Q].weight())
+    fp8 = {"num_bits": 8, "type": "float"}
+    set_config(
+        folder,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": absent("strategy", "group_size", **fp8),
+        },
+    )
+    stored_as = read_format(folder)
+    assert stored_as is not None
+    assert stored_as.title == "compressed-tensors (FP8)"
 
 
 def test_the_older_key_is_read(written: Written) -> None:

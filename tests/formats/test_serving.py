@@ -28,7 +28,7 @@ from futransformer.quantize.int4 import round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.formats.test_formats import FP8_SCALES
-from tests.formats.writers import KINDS, Drawn, Kind, edit, quantise, set_config, shapes_of
+from tests.formats.writers import KINDS, Drawn, Kind, edit, quantise, set_config, shapes_of, with_section
 from tests.ops.stand_in import stand_in_library
 
 FLOAT32_NOISE = 2e-5  # of the largest logit: two layers of float32 sums in another order
@@ -174,6 +174,7 @@ def test_gains_of_one_need_no_kernels_of_their_own(tiny_base_model: Path, tmp_pa
         ("gptq-v1", "int4-g32", "GPTQ, groups of 128, and precision int4-g32 has other groups; use int4, which keeps"),
         ("awq", "int4", "AWQ, groups of 64 with zero points, and precision int4 has other groups; use int4-g64-asym"),
         ("packed-channel", "fp8-int4", "compressed-tensors .INT4, a scale a row., and precision fp8-int4 has other"),
+        ("packed", "fp8-int4-g32-kv8", "has other groups; use fp8-int4-kv8, which keeps its codes, or fp8-kv8$"),
         ("gptq-act-order", "int4-g32", "has act-order, whose groups are no runs of columns"),
     ],
 )
@@ -181,6 +182,17 @@ def test_precisions_that_cannot_keep_the_codes(name: str, precision: str, words:
     folder, _ = written(KINDS[name])
     with pytest.raises(UnsupportedError, match=words):
         load(folder, precision, recipe=Fp8Recipe.unknown(2) if "fp8" in precision else None)
+
+
+def test_codes_of_several_groups_are_not_rounded_again(written: Written) -> None:
+    kind = KINDS["packed"]
+    group = kind.section["config_groups"]["group_0"]
+    small = {**group, "targets": ["re:nothing"], "weights": {**group["weights"], "group_size": 32}}
+    folder, _ = written(with_section(kind, config_groups={"all": group, "none": small}))
+    for precision in ("int4", "int4-gain"):
+        with pytest.raises(UnsupportedError, match=r"codes of several kinds, which INT4 .* use bf16$"):
+            load(folder, precision)
+    assert prefilled(load(folder, "bf16")).isfinite().all()
 
 
 def test_gains_in_x_are_of_codes(tiny_base_model: Path) -> None:
