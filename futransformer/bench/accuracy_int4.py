@@ -36,7 +36,7 @@ from futransformer.tokenizer import Tokenizer
 BATCH = 8  # windows a pass of a reference
 ABREAST = 64  # windows that are decoded together
 PARTS = (1, 4, 8, 32)
-PART_WINDOWS = 16  # of a part, or as many as it has abreast
+PART_WINDOWS = 4  # of a part, or as many as it has abreast: at one abreast each is a thousand steps
 TURN_WINDOWS = 8  # through both phases, where the references decode token by token
 
 

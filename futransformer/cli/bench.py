@@ -74,8 +74,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="RECIPE",
-        help="accuracy of fp8: rtn, gptq or gptaq, and after a + what stays in BF16, as in gptq+auto:4; several are "
-        "measured one after another, the last in full (default: rtn)",
+        help="accuracy of fp8: rtn or gptq, and after a + what stays in BF16, as in gptq+auto:4; several are measured "
+        "one after another, the last in full (default: rtn)",
     )
     bench.set_defaults(handler=_bench)
 

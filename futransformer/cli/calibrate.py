@@ -57,11 +57,10 @@ def add_method(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=("rtn", "gptq", "gptaq"),
+        choices=("rtn", "gptq"),
         default="rtn",
-        help="how FP8 weights are rounded: each to nearest when the model is loaded (rtn); or now, for the text, so "
-        "that their results on the codes that they read are those of the unquantised weights (gptq), or of the "
-        "unquantised model (gptaq) (default: rtn)",
+        help="how FP8 weights are rounded: each to nearest when the model is loaded, or by GPTQ, for the text, now "
+        "(default: rtn)",
     )
 
 

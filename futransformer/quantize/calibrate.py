@@ -16,13 +16,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from futransformer.checkpoint import Checkpoint
 from futransformer.fp8_scaling import HEADROOM, ActivationScales, Fp8Scaling, result_name
 from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.precision import Granularity
 from futransformer.model import Llama, check_numbers
 from futransformer.ops.interface import Fp8Output, Ops
 from futransformer.perplexity import split_windows
 from futransformer.quantize.recipe import Fp8Recipe, WeightCodes
-from futransformer.quantize.sequential import Rounding, SequentialOps
+from futransformer.quantize.sequential import SequentialOps
 
 RULE = f"scale = {HEADROOM} x amax / 448, amax the largest magnitude of the calibration text"
 
@@ -60,12 +62,12 @@ def calibrate(
     context: int = 1024,
     samples: int = 8,
     progress: Progress = lambda line: None,
-    rounding: Rounding | None = None,
+    gptq: tuple[Checkpoint, Granularity] | None = None,
 ) -> Calibration:
     """Find the recipe for a text and leave the model with it. What scales it had before does not matter.
 
-    ``rounding``: round the FP8 weights by GPTQ; the model must then take all windows in one pass. ``progress`` hears a
-    line now and then.
+    ``gptq``: round the FP8 weights by GPTQ, from the checkpoint's, with scales of this granularity; the model must then
+    take all windows in one pass. ``progress`` hears a line now and then.
     """
     scaling = model.scaling
     if scaling is None:
@@ -77,10 +79,10 @@ def calibrate(
     weights: WeightCodes = {}
     try:
         model.ops = cast("Ops", LearningOps(ops, scaling))
-        if rounding is None:
+        if gptq is None:
             first = _read(model, scaling, windows, progress, 0, 2 * len(windows))
         else:
-            first, weights = _read_by_gptq(model, scaling, windows, progress, rounding)
+            first, weights = _read_by_gptq(model, scaling, windows, progress, *gptq)
         model.ops = ops
         scaling.use(ActivationScales.from_amax(first))
         second = _read(model, scaling, windows, progress, len(windows), 2 * len(windows))
@@ -108,7 +110,8 @@ def _read_by_gptq(
     scaling: Fp8Scaling,
     windows: Sequence[Sequence[int]],
     progress: Progress,
-    rounding: Rounding,
+    checkpoint: Checkpoint,
+    granularity: Granularity,
 ) -> tuple[Tensor, WeightCodes]:
     """Read all windows in one pass, in which every FP8 weight is rounded; the largest magnitudes, and the weights."""
     rows = sum(map(len, windows))
@@ -117,7 +120,7 @@ def _read_by_gptq(
             f"GPTQ reads all windows in one pass: {rows} tokens, and this model takes at most {model.max_rows} "
             "(max_rows): load it with as many, or take fewer or shorter windows"
         )
-    sequential = SequentialOps(model.ops, model, rounding, progress)
+    sequential = SequentialOps(model.ops, model, checkpoint, granularity, progress)
     model.ops = cast("Ops", sequential)
     check_numbers(model.config.name, model.prefill(windows))
     model.keep([])

@@ -18,12 +18,10 @@ from futransformer.model import Llama
 from futransformer.quantize import choose
 from futransformer.quantize.calibrate import RULE, Calibration, Progress, calibrate, choose_windows
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.sequential import Rounding
 
 AUTO = "auto:"
 
-# Rounded to nearest; by GPTQ, for the results of W on the same codes; or for those of the unquantised model.
-Weights = Literal["rtn", "gptq", "gptaq"]
+Weights = Literal["rtn", "gptq"]  # rounded to nearest, or by GPTQ
 Load = Callable[[Fp8Recipe, int, int], Llama]  # a recipe to begin with, tokens of the cache, rows of a pass
 
 
@@ -103,7 +101,7 @@ def make_recipe(
         bf16 = choose.choose_parts(effects, config, method.bf16)
         progress(f"in BF16: {format_parts(bf16) or 'nothing'}")
     windows = choose_windows(tokens, method.context, method.samples)
-    by_gptq = method.weights != "rtn"
+    by_gptq = method.weights == "gptq"
     model = _loaded_for(load, Fp8Recipe.unknown(layers, bf16), windows, len(windows) if by_gptq else 1)
     calibration = calibrate(
         model,
@@ -111,7 +109,7 @@ def make_recipe(
         context=method.context,
         samples=method.samples,
         progress=progress,
-        rounding=Rounding(checkpoint, precision.weight_scales, method.weights == "gptaq") if by_gptq else None,
+        gptq=(checkpoint, precision.weight_scales) if by_gptq else None,
     )
     return Made(model, calibration, method, effects)
 

@@ -103,11 +103,7 @@ def test_recipes_are_made_and_measured_one_after_another(
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [
-        ("nearest", "begin with rtn or gptq or gptaq"),
-        ("gptq+2", "'2' is none of the parts of 2"),
-        ("rtn+auto:x", "give auto:N"),
-    ],
+    [("nearest", "begin with rtn or gptq"), ("gptq+2", "'2' is none of the parts of 2"), ("rtn+auto:x", "give auto:N")],
 )
 def test_recipes_that_are_none_are_refused(tiny_base_model: Path, recipe: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

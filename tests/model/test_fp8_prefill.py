@@ -27,7 +27,6 @@ from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.sequential import Rounding
 from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
 
@@ -435,16 +434,15 @@ def test_kernels_predict_our_page_as_the_reference_does(on_kernels: Llama, small
 
 @pytest.mark.gpu
 @pytest.mark.model
-@pytest.mark.parametrize("towards_plain", [False, True])
 def test_a_recipe_made_on_kernels_serves_the_reference(
-    on_kernels: Llama, small_model: Path, gpu_options: dict[str, Any], towards_plain: bool
+    on_kernels: Llama, small_model: Path, gpu_options: dict[str, Any]
 ) -> None:
     """Its weights rounded there and parts in BF16: the two differ as above, and by less, for there is less FP8."""
     tokens, config = page(small_model), on_kernels.config
     bf16 = parse_parts("0, 1.attention, 28.mlp, 29", config.num_hidden_layers)
     model = load(small_model, None, bf16, **gpu_options)
-    rounding = Rounding(load_checkpoint(small_model, config), "tensor", towards_plain)
-    recipe = calibrate(model, tokens, context=128, samples=4, rounding=rounding).recipe
+    checkpoint = load_checkpoint(small_model, config)
+    recipe = calibrate(model, tokens, context=128, samples=4, gptq=(checkpoint, "tensor")).recipe
     assert len(recipe.weights) == 4 * 30 - 2 * len(bf16)
     exact = Llama.from_pretrained(small_model, ops=ReferenceOps(config, dtype=torch.float32), cache_tokens=512)
     reference = load(small_model, recipe=recipe, cache_tokens=512)

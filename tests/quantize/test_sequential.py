@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from futransformer.checkpoint import LogicalLayer, load_checkpoint
+from futransformer.checkpoint import load_checkpoint
 from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.layer_parts import HALF_OF, Part, parse_parts
 from futransformer.model import Llama
-from futransformer.ops.interface import Stream
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.fp8 import quantize_weight
-from futransformer.quantize.plain_stream import PlainStream
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.sequential import Rounding, product
-from futransformer.reference import ReferenceOps
+from futransformer.quantize.sequential import gram_of
 
 TOKENS = torch.randint(256, (600,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -31,9 +29,9 @@ def load(folder: Path, recipe: Fp8Recipe, **options: Any) -> Llama:
     )
 
 
-def by_gptq(folder: Path, model: Llama, *, towards_plain: bool = False, **options: Any) -> Calibration:
-    rounding = Rounding(load_checkpoint(folder, load_config(folder)), "tensor", towards_plain)
-    return calibrate(model, TOKENS, context=100, samples=6, rounding=rounding, **options)
+def by_gptq(folder: Path, model: Llama, **options: Any) -> Calibration:
+    checkpoint = load_checkpoint(folder, load_config(folder))
+    return calibrate(model, TOKENS, context=100, samples=6, gptq=(checkpoint, "tensor"), **options)
 
 
 @pytest.mark.parametrize("parts", ["", "0.mlp, 1.attention"])
@@ -78,43 +76,10 @@ def test_the_model_comes_nearer_to_bf16(tiny_base_model: Path) -> None:
     assert ours < 0.9 * theirs
 
 
-def test_towards_the_unquantised_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read beside it is that model, parts in BF16 or not; the results come nearer to its."""
-    config = load_config(tiny_model)
-    exact = Llama.from_pretrained(tiny_model, ops=ReferenceOps(config, dtype=torch.float32), cache_tokens=2048)
-    windows = [TOKENS[start : start + 100] for start in range(0, 600, 100)]
-    want = exact.prefill(windows, rows="all")
-    ends: list[Stream] = []
-    down = PlainStream.down
-
-    def recorded(plain: PlainStream, layer: LogicalLayer) -> None:
-        down(plain, layer)
-        ends.append(plain.stream)
-
-    monkeypatch.setattr(PlainStream, "down", recorded)
-    errors = []
-    for parts, towards_plain in (("1.attention", True), ("", True), ("", False)):
-        model = load(tiny_model, Fp8Recipe.unknown(2, parse_parts(parts, 2) if parts else frozenset()))
-        by_gptq(tiny_model, model, towards_plain=towards_plain)
-        errors.append((model.prefill(windows, rows="all") - want).square().mean())
-    assert errors[1] < errors[2]
-    for end in (ends[1], ends[3]):
-        logits = exact.ops.lm_head("prefill", end.x, end.sumsq, exact.weights.lm_head["prefill"])
-        torch.testing.assert_close(logits, want, rtol=0, atol=1e-4 * want.abs().max().item())
-    assert len(ends) == 4
-    monkeypatch.setattr("futransformer.quantize.sequential.PRIOR", 1e6)
-    model = load(tiny_model, Fp8Recipe.unknown(2))
-    by_gptq(tiny_model, model, towards_plain=True)
-    same = load(tiny_model, Fp8Recipe.unknown(2))
-    by_gptq(tiny_model, same)
-    ours, theirs = (each.weights.layers[0].qkv["prefill"] for each in (model, same))
-    assert (ours != theirs).float().mean() < 0.01, "if W may not move, it is the target"
-
-
 def test_codes_with_a_scale_a_row(tiny_base_model: Path) -> None:
     model = load(tiny_base_model, Fp8Recipe.unknown(2), precision="fp8-promoted")
     checkpoint = load_checkpoint(tiny_base_model, load_config(tiny_base_model))
-    found = calibrate(model, TOKENS, context=100, samples=6, rounding=Rounding(checkpoint, "channel"))
+    found = calibrate(model, TOKENS, context=100, samples=6, gptq=(checkpoint, "channel"))
     assert found.recipe.weights[0, "o"].scale.shape == (128,)
     logits = model.prefill([TOKENS[:50]])
     assert torch.equal(load(tiny_base_model, found.recipe, precision="fp8-promoted").prefill([TOKENS[:50]]), logits)
@@ -132,17 +97,16 @@ def test_a_reading_that_takes_several_passes_is_refused(tiny_base_model: Path) -
     by_gptq(tiny_base_model, model)
 
 
-def test_products_are_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gram_matrix_is_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, whatever the type of the operands; whether TF32 may be used is left as it was."""
     monkeypatch.setattr("futransformer.quantize.sequential.ROWS", 30)
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(100, 40, generator=generator).to(torch.float8_e4m3fn), torch.randn(100, 30, generator=generator)
-    first, second = torch.rand(2, 100, 1, generator=generator)
-    want = ((x.double() * first).T @ (y.double() * second)).float()
+    x = torch.randn(100, 40, generator=torch.Generator().manual_seed(3)).to(torch.float8_e4m3fn)
+    weights = torch.rand(100, 1, generator=torch.Generator().manual_seed(4))
+    rows: Tensor = x.double() * weights
     allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = True
-        torch.testing.assert_close(product(x, y, first, second), want, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(gram_of(x, weights), (rows.T @ rows).float(), rtol=1e-5, atol=1e-4)
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
