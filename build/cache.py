@@ -180,14 +180,19 @@ class KernelCache:
 
 
 @contextmanager
-def storage_errors(what: str, folder: Path, elsewhere: str) -> Iterator[None]:
-    """Turn what the file system refuses into a BuildError that names the folder and how to use another."""
+def storage_errors(
+    what: str, folder: Path, elsewhere: str, kept: str = "nothing half-written was kept"
+) -> Iterator[None]:
+    """Turn what the file system refuses into a BuildError that names the folder and how to use another.
+
+    ``kept`` is what a full disk still holds of it.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BuildError(
-                f"the disk of {what} {folder} is full ({error.strerror}); nothing half-written was kept. "
+                f"the disk of {what} {folder} is full ({error.strerror}); {kept}. "
                 f"Make room, or {elsewhere} on another disk"
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):

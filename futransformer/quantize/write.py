@@ -94,8 +94,9 @@ def write_quantised(
         )
     layers, there = config.num_hidden_layers, output.resolve()
     shards = [f"model-{index + 1:05}-of-{layers + 1:05}.safetensors" for index in range(layers + 1)]
-    with storage_errors(f"the {WHAT}", output, "choose another with --output"):
-        partial = there.parent / f".{there.name}-{_job(source, method)}.partial"
+    partial = there.parent / f".{there.name}-{_job(source, method)}.partial"
+    kept = f"finished layers are kept in {partial}, for the same command to go on from them"
+    with storage_errors(f"the {WHAT}", output, "choose another with --output", kept):
         partial.mkdir(parents=True, exist_ok=True)
         errors: dict[str, float] = {}
         start, written = time.perf_counter(), 0

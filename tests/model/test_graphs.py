@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -39,3 +39,21 @@ def test_nothing_is_collected_while_a_graph_is_captured(
     finally:
         (gc.enable if before else gc.disable)()
     assert seen == [(graph, {"pool": "pool", "capture_error_mode": "thread_local"}, False)]
+
+
+def test_the_last_of_several_captures_turns_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads the first to begin is the first to end."""
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    graph: Any = object()
+    before = gc.isenabled()
+    try:
+        gc.enable()
+        first, second = capture(graph), capture(graph)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from futransformer.checkpoint import load_checkpoint, projections_of
 from futransformer.cli import main
 from futransformer.formats.codes import Groups
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import CheckpointError, InputError, UnsupportedError
+from futransformer.generator.errors import BuildError, CheckpointError, InputError, UnsupportedError
 from futransformer.generator.precision import CHANNEL
 from futransformer.model import Llama
 from futransformer.quantize import write as write_module
@@ -226,6 +227,21 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
     assert {path.name: path.read_bytes() for path in output.iterdir()} == {
         path.name: path.read_bytes() for path in whole.iterdir()
     }
+
+
+def test_a_full_disk_says_what_is_kept(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write_module._write_whole
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == SHARDS[1]:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        whole(path, content)
+
+    monkeypatch.setattr(write_module, "_write_whole", full)
+    with pytest.raises(BuildError, match="finished layers are kept in") as refusal:
+        write(tiny_base_model, tmp_path / "out")
+    (partial,) = tmp_path.glob(".out-*.partial")
+    assert f"kept in {partial}, for the same command to go on" in str(refusal.value)
 
 
 def test_another_method_begins_anew(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
