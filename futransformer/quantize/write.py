@@ -83,7 +83,7 @@ def write_quantised(
     """Quantise the projections of ``source`` and write the folder; the relative error of each, by name.
 
     The error is |W - quantised| / |W|, in the norm of all elements. ``method`` says in JSON's types what ``quantise``
-    does: a job that was interrupted goes on where ``source`` and ``method`` are the same.
+    does: a job that was interrupted goes on where ``source``, ``groups`` and ``method`` are the same.
     """
     check_output(source, output, force=force, what=WHAT)
     config = load_config(source)
@@ -94,7 +94,7 @@ def write_quantised(
         )
     layers, there = config.num_hidden_layers, output.resolve()
     shards = [f"model-{index + 1:05}-of-{layers + 1:05}.safetensors" for index in range(layers + 1)]
-    partial = there.parent / f".{there.name}-{_job(source, method)}.partial"
+    partial = there.parent / f".{there.name}-{_job(source, groups, method)}.partial"
     kept = f"finished layers are kept in {partial}, for the same command to go on from them"
     with storage_errors(f"the {WHAT}", output, "choose another with --output", kept):
         partial.mkdir(parents=True, exist_ok=True)
@@ -117,10 +117,10 @@ def write_quantised(
     return errors
 
 
-def _job(source: Path, method: Mapping[str, Any]) -> str:
-    """What an interrupted job is known by: the method, and the source's files by size and time of change."""
+def _job(source: Path, groups: Groups, method: Mapping[str, Any]) -> str:
+    """What an interrupted job is known by: groups and method, and the source's files by size and time of change."""
     files = [(name, (source / name).stat()) for name in ("config.json", *weight_files(source))]
-    known = [method, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files], FORMAT]
+    known = [groups, method, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files], FORMAT]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 

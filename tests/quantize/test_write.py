@@ -244,14 +244,27 @@ def test_a_full_disk_says_what_is_kept(tiny_base_model: Path, tmp_path: Path, mo
     assert f"kept in {partial}, for the same command to go on" in str(refusal.value)
 
 
-def test_another_method_begins_anew(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [(Groups(64, zero_points=True), "rtn"), (Groups(32, zero_points=True), "rtn")],
+        [(ASYMMETRIC, "rtn"), (ASYMMETRIC, "other")],
+    ],
+)
+def test_another_method_begins_anew(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[Groups, str]]
+) -> None:
     def stop(*_: Any) -> None:
         raise StoppedError
 
     monkeypatch.setattr(write_module, "_describe", stop)
-    for groups in (Groups(64, zero_points=True), Groups(32, zero_points=True)):
+    for groups, method in jobs:
+
+        def rtn(name: str, weight: Tensor, groups: Groups = groups) -> Int4Weight:
+            return round_to_nearest(name, weight, groups.group_size, zero_points=groups.zero_points)
+
         with pytest.raises(StoppedError):
-            write(tiny_base_model, tmp_path / "out", groups)
+            write_quantised(tiny_base_model, tmp_path / "out", rtn, groups, {"method": method})
     assert len(list(tmp_path.glob(".out-*.partial"))) == 2
 
 
