@@ -123,6 +123,14 @@ class Checkpoint:
         """Of the INT4 codes that all projections of all layers are stored as; None where they are not."""
         return self.format.groups if self.format is not None else None
 
+    @property
+    def may_keep_codes(self) -> bool:
+        """Whether INT4 kernels can keep its codes, as far as that takes no weight to be read."""
+        coded = (
+            module in self._coded for index in range(self.config.num_hidden_layers) for module in projections_of(index)
+        )
+        return self.groups is not None and self.format is not None and not self.format.act_order and all(coded)
+
     def check_codes(self) -> None:
         """Refuse INT4 codes that decode's kernels cannot keep, as far as that takes no weight to be read."""
         assert self.format is not None

@@ -538,7 +538,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     if stored_as is None:
         return precision, None
     keeping = ""
-    if groups is not None and groups.suffix is not None:
+    if checkpoint.may_keep_codes and groups is not None and groups.suffix is not None:
         phase, _, cache = whole.partition("-")
         keeping = f"{'fp8-' if phase == 'fp8' else ''}int4{groups.suffix}{'-' * bool(cache)}{cache}"
     phases = " and ".join(dict.fromkeys((precision.prefill.name, precision.decode.name)))

@@ -38,6 +38,11 @@ class Awq:
         """See Format.mixed."""
         return False
 
+    @property
+    def act_order(self) -> bool:
+        """See Format.act_order."""
+        return False
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         if f"{module}.weight" in stored:

@@ -95,6 +95,11 @@ class Format(Protocol):
         """Whether it may have INT4 codes of several groups, or beside FP8."""
         ...
 
+    @property
+    def act_order(self) -> bool:
+        """Whether groups are said to be no runs of columns."""
+        ...
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """The tensors of a projection; None where it is not quantised."""
         ...

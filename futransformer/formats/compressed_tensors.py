@@ -87,6 +87,11 @@ class CompressedTensors:
         """See Format.mixed."""
         return len({scheme.groups for scheme in self.schemes}) > 1
 
+    @property
+    def act_order(self) -> bool:
+        """See Format.act_order."""
+        return any(scheme.act_order for scheme in self.schemes)
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         packed, weight = f"{module}.weight_packed", f"{module}.weight"

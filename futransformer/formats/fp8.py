@@ -40,6 +40,11 @@ class Fp8:
         """See Format.mixed."""
         return False
 
+    @property
+    def act_order(self) -> bool:
+        """See Format.act_order."""
+        return False
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         return fp8_tensors(module, shape, stored, self.block)

@@ -56,6 +56,11 @@ class Gptq:
         """See Format.mixed."""
         return False
 
+    @property
+    def act_order(self) -> bool:
+        """See Format.act_order."""
+        return self.needs_g_idx
+
     def tensors(self, module: str, shape: tuple[int, int], stored: Tensors) -> Mapping[str, Stored] | None:
         """See Format.tensors."""
         if f"{module}.weight" in stored:

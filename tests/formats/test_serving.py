@@ -130,7 +130,7 @@ def test_any_checkpoint_runs_in_bf16(name: str, written: Written) -> None:
     assert largest_error(prefilled(model), exact) <= limit
     (note,) = said
     assert "dequantised, and served as bf16" in note
-    assert "decode keeps the codes with precision int4" in note
+    assert ("decode keeps the codes with precision int4" in note) == (not KINDS[name].act_order)
 
 
 @pytest.mark.parametrize("name", ["gptq-v1", "awq"])
@@ -182,6 +182,28 @@ def test_precisions_that_cannot_keep_the_codes(name: str, precision: str, words:
     folder, _ = written(KINDS[name])
     with pytest.raises(UnsupportedError, match=words):
         load(folder, precision, recipe=Fp8Recipe.unknown(2) if "fp8" in precision else None)
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "packed-act-order", "packed"])
+def test_no_precision_is_advised_that_would_be_refused(name: str, written: Written) -> None:
+    """Act-order; or one projection that is not quantised."""
+    folder, _ = written(KINDS[name])
+    if name == "packed":
+        module = "model.layers.0.mlp.up_proj"
+
+        def replace_codes(weights: dict[str, Tensor]) -> None:
+            for part in ("packed", "scale", "shape"):
+                del weights[f"{module}.weight_{part}"]
+            weights[f"{module}.weight"] = torch.ones(192, 128)
+
+        edit(folder, replace_codes)
+    heard: list[str] = []
+    load(folder, "bf16", progress=heard.append)
+    assert heard[0].endswith("dequantised, and served as bf16")
+    for precision in ("int4", "int4-g64"):
+        with pytest.raises(UnsupportedError, match="bf16") as refusal:
+            load(folder, precision)
+        assert "use int4" not in str(refusal.value)
 
 
 def test_codes_of_several_groups_are_not_rounded_again(written: Written) -> None:
