@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except FuTransformerError as error:
         return _fail(str(error), 2 if isinstance(error, _REQUEST_ERRORS) else 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+    except KeyboardInterrupt as interruption:
+        return _fail("; ".join(["interrupted", *map(str, interruption.args)]), 130)
     except BrokenPipeError:
         # The reader (`| head`) has gone; what is left in the buffer must not be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

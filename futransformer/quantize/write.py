@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ def write_quantised(
     shards = [f"model-{index + 1:05}-of-{layers + 1:05}.safetensors" for index in range(layers + 1)]
     partial = there.parent / f".{there.name}-{_job(source, groups, method)}.partial"
     kept = f"finished layers are kept in {partial}, for the same command to go on from them"
-    with storage_errors(f"the {WHAT}", output, "choose another with --output", kept):
+    with _interruption(kept), storage_errors(f"the {WHAT}", output, "choose another with --output", kept):
         partial.mkdir(parents=True, exist_ok=True)
         errors: dict[str, float] = {}
         start, written = time.perf_counter(), 0
@@ -115,6 +116,15 @@ def write_quantised(
         with scratch_beside(output, there.parent, WHAT) as scratch:
             publish(partial, there, scratch / "replaced")
     return errors
+
+
+@contextmanager
+def _interruption(kept: str) -> Iterator[None]:
+    """Let an interruption say what is left of the block."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        raise KeyboardInterrupt(kept) from interruption
 
 
 def _job(source: Path, groups: Groups, method: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, CheckpointError, InputError, UnsupportedError
 from futransformer.generator.precision import CHANNEL
 from futransformer.model import Llama
+from futransformer.quantize import int4 as int4_module
 from futransformer.quantize import write as write_module
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.write import write_quantised
@@ -293,6 +294,26 @@ def test_the_command(tiny_base_model: Path, tmp_path: Path, capsys: pytest.Captu
     assert set(json.loads(capsys.readouterr().out)["errors"]) == {*projections_of(0), *projections_of(1)}
     assert torch.equal(decoded(output, "int4-g32-asym"), decoded(tiny_base_model, "int4-g32-asym"))
     assert main(arguments) == 2
+
+
+def test_an_interrupted_command_says_what_is_kept(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ctrl-C in the middle of the second layer does."""
+
+    def interrupted(name: str, weight: Tensor, group_size: int, *, zero_points: bool) -> Int4Weight:
+        if name.startswith("model.layers.1"):
+            raise KeyboardInterrupt
+        return round_to_nearest(name, weight, group_size, zero_points=zero_points)
+
+    arguments = ["quantize", str(tiny_base_model), "-o", str(tmp_path / "out")]
+    monkeypatch.setattr(int4_module, "round_to_nearest", interrupted)
+    assert main(arguments) == 130
+    (partial,) = tmp_path.glob(".out-*.partial")
+    assert f"interrupted; finished layers are kept in {partial}, for the same command" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(arguments) == 0
+    assert not partial.exists()
 
 
 def test_transformers_folded_model_has_the_same_head(tiny_base_model: Path, tmp_path: Path) -> None:
