@@ -238,6 +238,8 @@ def test_perplexity_refuses(tiny_base_model: Path, tmp_path: Path, capsys: Outpu
     binary.write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short").write_text("a")
     assert "there is no such file" in failure(capsys, *perplexity, "--text", tmp_path / "none")
+    assert "cannot be read: Is a directory; name a file" in failure(capsys, *perplexity, "--text", tmp_path)
+    assert "the text has 0 tokens" in failure(capsys, *perplexity, "--text", "/dev/null")
     assert "is not UTF-8" in failure(capsys, *perplexity, "--text", binary)
     assert "the text has 1 tokens" in failure(capsys, *perplexity, "--text", tmp_path / "short")
     for wrong in (tmp_path / "nowhere" / "nll.npy", tmp_path):

@@ -301,10 +301,12 @@ def read_text(path: Path | None) -> tuple[str, str]:
     """The name and the content of the text, exactly as it stands."""
     if path is None:
         return "sample.txt", (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()
-    if not path.is_file():
-        raise InputError(f"--text {path}: there is no such file")
     try:
         return str(path), path.read_bytes().decode()
+    except FileNotFoundError as error:
+        raise InputError(f"--text {path}: there is no such file") from error
+    except OSError as error:
+        raise InputError(f"--text {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
     except UnicodeDecodeError as error:
         raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
 
