@@ -23,30 +23,28 @@ from futransformer.blocks import (
     UNSCALED,
     BlockGains,
     DecodePass,
-    LayerWeights,
-    Packed,
     Pass,
     PrefillPass,
     llama_block,
 )
-from futransformer.checkpoint import Checkpoint, load_checkpoint
+from futransformer.checkpoint import load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
-from futransformer.fp8_scaling import READERS, Fp8Scales, Fp8Scaling, check_mode
+from futransformer.fp8_scaling import Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.errors import CheckpointError, InputError, UnsupportedError
-from futransformer.generator.precision import E4M3, INT4, Precision, gains_in_x, get_precision
+from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
-from futransformer.ops.interface import Ops, Phase, Stream
+from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
 from futransformer.quantize.folder import read_recipe
-from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
+from futransformer.weights import LlamaWeights, load_weights, serving
 
 if TYPE_CHECKING:
     from futransformer.build.compile import BuildEvent
@@ -55,24 +53,7 @@ CACHE_TOKENS = 16384  # default size of the KV cache
 TOKENS_AHEAD = 128  # that decode reserves pages for at a time: the block table changes once in so many steps
 MAX_ROWS = 8192  # rows of one prefill pass: enough to fill a GPU, few enough that activations stay small
 
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
-
 OnToken = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class LlamaWeights:
-    """Everything that the ops read: tables as they are, matrices packed for each phase."""
-
-    embedding: Tensor
-    rope_table: Tensor
-    layers: Sequence[LayerWeights]
-    lm_head: Packed
-    # of an FP8 prefill's weights: each layer's READERS, in order, as their GEMMs read them; of one in BF16 it is 1
-    scales: tuple[Tensor, ...] = ()
-    # Where decode's weights keep a checkpoint's codes: float32 [H] of every norm, in order; of the last, whose gain the
-    # head holds, ones.
-    gains: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -514,92 +495,6 @@ def make_ops(
 
     return load_kernels(
         config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant, mixed=mixed
-    )
-
-
-def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, str | None]:
-    """The precision that serves a checkpoint, and what to say of its codes.
-
-    INT4 decode keeps INT4 codes. Then the gains of norms go into x, unless they are all one. What is asked for must
-    have the checkpoint's groups: UnsupportedError says which precision has.
-    """
-    stored_as, groups = checkpoint.format, checkpoint.groups
-    whole = get_precision(("fp8" if precision.prefill == E4M3 else "bf16") + "-kv8" * (precision.kv == E4M3)).name
-    if stored_as is not None and stored_as.mixed and precision.decode == INT4:
-        raise UnsupportedError(
-            f"{checkpoint.folder} is {stored_as.title}: codes of several kinds, which INT4 kernels cannot keep, and "
-            f"rounding them again would lose more; use {whole}"
-        )
-    if precision.gain_in_x and groups is None:
-        raise UnsupportedError(
-            f"{checkpoint.folder} has no INT4 codes of its own, for which {precision.name} is; use "
-            f"{precision.name.replace('-gain', '')}"
-        )
-    if stored_as is None:
-        return precision, None
-    keeping = ""
-    if checkpoint.may_keep_codes and groups is not None and groups.suffix is not None:
-        phase, _, cache = whole.partition("-")
-        keeping = f"{'fp8-' if phase == 'fp8' else ''}int4{groups.suffix}{'-' * bool(cache)}{cache}"
-    phases = " and ".join(dict.fromkeys((precision.prefill.name, precision.decode.name)))
-    if precision.decode != INT4 or groups is None:
-        advice = f"; decode keeps the codes with precision {keeping}" if keeping else ""
-        return precision, f"{stored_as.title}: dequantised, and served as {phases}{advice}"
-    if groups != (precision.group_size, precision.zero_points):
-        served = f"{keeping}, which keeps its codes, or {whole}" if keeping else whole
-        raise UnsupportedError(
-            f"{checkpoint.folder} is {stored_as.title}, and precision {precision.name} has other groups; use {served}"
-        )
-    checkpoint.check_codes()
-    if any((gain != 1).any() for gain in checkpoint.norm_gains()):
-        precision = gains_in_x(precision)
-    return precision, f"{stored_as.title}: decode keeps the codes ({precision.name}), prefill reads them dequantised"
-
-
-def load_weights(
-    checkpoint: Checkpoint, config: LlamaConfig, ops: Ops, precision: Precision, recipe: Fp8Recipe | None = None
-) -> LlamaWeights:
-    """Fold, quantise and pack, one layer at a time, so that no more than one layer exists twice.
-
-    ``precision`` is what ``serving`` gave; ``recipe`` is of an FP8 prefill.
-    """
-    keeps_codes = precision.decode == INT4 and checkpoint.groups is not None
-    scales: list[Tensor] = []
-    layers = []
-    for index in range(config.num_hidden_layers):
-        logical = checkpoint.layer(index)
-        coded = checkpoint.codes(index) if keeps_codes else None
-        packed: dict[str, Packed] = {}
-        for op in READERS:
-            weight: Tensor = getattr(logical, op).to(ops.device)
-            if op == "qkv" and precision.kv == E4M3 and not weight.isfinite().all():
-                # kernels read the code that is not a number as 480: a NaN that K alone had would look like an answer
-                raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
-            decoded: Tensor | Int4Weight = weight
-            if coded is not None:
-                decoded = getattr(coded, op)
-            elif precision.decode == INT4:
-                name = f"{config.name}: layer {index}, {op}"
-                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
-            packed[op] = {"decode": ops.pack(op, "decode", decoded)}
-            if recipe is not None:
-                scale = torch.ones(1)
-                if recipe.reads_fp8(index, op):
-                    weight, scale = recipe.weight(config.name, index, op, weight, precision)
-                scales.append(ops.pack_scale(op, scale))
-            packed[op]["prefill"] = ops.pack(op, "prefill", weight)
-        layers.append(LayerWeights(**packed))
-    lm_head = checkpoint.lm_head()
-    gains: list[Tensor] = []
-    if precision.gain_in_x:
-        gains = [gain.to(ops.device) for gain in (*checkpoint.norm_gains(), torch.ones(config.hidden_size))]
-    return LlamaWeights(
-        embedding=checkpoint.embedding().to(ops.device),
-        rope_table=checkpoint.rope_table().to(ops.device),
-        layers=layers,
-        lm_head={phase: ops.pack("lm_head", phase, lm_head) for phase in PHASES},
-        scales=tuple(scales),
-        gains=tuple(gains),
     )
 
 

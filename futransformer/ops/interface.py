@@ -14,6 +14,7 @@ from torch import Tensor
 from futransformer.quantize.int4 import Int4Weight
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 

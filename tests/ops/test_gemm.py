@@ -19,9 +19,8 @@ from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, get_precisio
 from futransformer.generator.schedules import SHIPPED
 from futransformer.generator.specs import GemmSpec, Tile
 from futransformer.library import KernelLibrary
-from futransformer.model import PHASES
 from futransformer.ops import gemm
-from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
+from futransformer.ops.interface import PHASES, PROJECTIONS, Fp8Output, Phase, Projection
 from futransformer.reference import ReferenceOps, allowed_error, largest_error, sums_error
 from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, UNBOUNDED, check_fp8_statistics, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library

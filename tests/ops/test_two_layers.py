@@ -22,10 +22,11 @@ from futransformer.generator.precision import E4M3, E4M3_MAX, INT4, Granularity,
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
 from futransformer.layer_parts import HALF_OF, Part, Parts, parse_parts
 from futransformer.library import KernelLibrary
-from futransformer.model import Llama, LlamaWeights
+from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Ops, Projection
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from futransformer.weights import LlamaWeights
 from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 

@@ -37,10 +37,11 @@ from futransformer.fp8_scaling import ActivationScales, Fp8Scaling
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.kv_cache import KVCache, pages_for
-from futransformer.model import Llama, LlamaWeights
+from futransformer.model import Llama
 from futransformer.ops.interface import Ops
 from futransformer.quantize.calibrate import calibrate
 from futransformer.reference import ReferenceOps
+from futransformer.weights import LlamaWeights
 
 ROWS = (128, 8192)
 
