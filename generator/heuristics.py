@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
 from .precision import E4M3, INT4, Element, Precision
-from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_kv
+from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_copy, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
 from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
@@ -142,7 +143,7 @@ def decode_gemm_spec(
     else:
         spec = _whole(op, n, k, batch_tile, element, heads)
     gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
-    return replace(spec, kv=written_kv(op, precision), gain_in_x=gain_in_x)
+    return replace(spec, kv=written_kv(op, precision), copy=written_copy(op, precision), gain_in_x=gain_in_x)
 
 
 def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
@@ -361,5 +362,7 @@ def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecode
     Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more.
     The next kernel starts with it (8B, a layer: 0.4 us less at 32 sequences and 0.8 at eight, the same at one).
     """
+    if precision.copy is not None:
+        raise UnsupportedError(f"{precision.name}: decode attention reads no INT4 copy of the cache yet")
     stages = 4 if precision.kv == E4M3 else 3
     return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=stages, early_next=True)

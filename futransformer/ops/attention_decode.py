@@ -10,7 +10,7 @@ from torch import Tensor
 from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec
-from futransformer.ops.pages import check_pages, page_boxes
+from futransformer.ops.pages import check_copy, check_pages, page_boxes
 from futransformer.ops.validate import check_aligned, check_tensor
 from futransformer.tma import tensor_map_2d
 
@@ -109,6 +109,7 @@ class AttentionDecode:
         max_seqlen_k: int,
         out: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
         pages_per_split: int | None = None,
     ) -> Tensor:
         """See Ops.attention_decode. With a fixed ``pages_per_split`` a row's bits do not depend on its batch.
@@ -120,6 +121,7 @@ class AttentionDecode:
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
         sequences = q.shape[0]
         scaled = check_pages(op, self.spec.element, heads, k_pages, v_pages, kv_scale, device)
+        scaled |= check_copy(op, None, heads, kv_copy, None, device)
         check_tensor(op, "block_table", block_table, (sequences, None), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
         if out is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..kv_format import PAGE_SIZE
 from ..precision import BF16, E4M3, Element
 from .base import (
     BLOCK_RESERVED_BYTES,
     KV_SCALE,
     MAX_SHARED_BYTES,
-    PAGE_SIZE,
     SM_SHARED_BYTES,
     Heads,
     KernelSpec,

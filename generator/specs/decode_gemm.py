@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
+from ..kv_format import KvFormat
 from ..precision import BF16, INT4, Element
 from .base import (
     DECODE_EPILOGUES,
@@ -13,6 +14,7 @@ from .base import (
     Heads,
     KernelSpec,
     Param,
+    copy_name,
     epilogue_params,
     pointer,
     shared_share,
@@ -75,6 +77,7 @@ class DecodeGemmSpec(KernelSpec):
     zero_points: bool = False
     gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
+    copy: KvFormat | None = None  # the form of the INT4 copy that qkv writes beside them
 
     def __post_init__(self) -> None:
         self.require(
@@ -86,7 +89,7 @@ class DecodeGemmSpec(KernelSpec):
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
-        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
+        self.require((self.kv == BF16 and self.copy is None) or self.op == "qkv", "pages are written by qkv alone")
         integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
@@ -182,7 +185,7 @@ class DecodeGemmSpec(KernelSpec):
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
         if self.gain_in_x:
             return ("residual_f32_gain",)
-        return with_kv(DECODE_EPILOGUES[self.op], self.kv)
+        return with_kv(DECODE_EPILOGUES[self.op], self.kv, self.copy)
 
     @property
     def name(self) -> str:
@@ -193,7 +196,7 @@ class DecodeGemmSpec(KernelSpec):
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
             f"_{self.next_at}{'_rotate' * self.rotate}"
-            f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}"
+            f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}{copy_name(self.copy)}"
         )
 
     @property
