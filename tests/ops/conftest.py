@@ -94,7 +94,8 @@ def emulate(tmp_path: Path) -> Callable[..., str]:
         program_text = source or (folder / f"emulated_{kernel}.cpp").read_text()
         (tmp_path / f"{kernel}.cpp").write_text(program_text)
         program = tmp_path / kernel
-        options = ["-std=c++17", "-O2", "-w", "-fno-extern-tls-init", "-include", str(folder / "emulator.h")]
+        options = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", "-fno-extern-tls-init"]
+        options += ["-include", str(folder / "emulator.h")]
         sources = ["-I", str(tmp_path), str(tmp_path / f"{kernel}.cpp"), "-o", str(program)]
         compiler = str(find_host_compiler(settings))
         compiled = subprocess.run([compiler, *options, *sources], capture_output=True, text=True, check=False)

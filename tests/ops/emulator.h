@@ -61,8 +61,16 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
-inline float from_half(uint16_t bits) {  // finite ones
+inline uint16_t to_half(float value) {  // round to nearest even
+  if (std::isnan(value)) return 0x7fff;
+  int const exponent = std::max(std::ilogb(value), -14);  // below 2^-14 the steps stay those of 2^-14
+  double const steps = std::nearbyint(std::ldexp(std::fmin(std::fabs(value), 65536.f), 10 - exponent));
+  uint16_t const magnitude = std::fabs(value) >= 65536.f ? 0x7c00 : uint16_t((exponent + 14) * 1024 + int(steps));
+  return magnitude | (std::signbit(value) ? 0x8000 : 0);
+}
+inline float from_half(uint16_t bits) {
   int const exponent = bits >> 10 & 31, fraction = bits & 1023;
+  if (exponent == 31) return fraction ? NAN : bits >> 15 ? -INFINITY : INFINITY;
   float const magnitude = std::ldexp(float(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
   return bits >> 15 ? -magnitude : magnitude;
 }
@@ -521,6 +529,9 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -632,6 +643,10 @@ inline uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
                      larger(std::fabs(bf16_high(a)), std::fabs(bf16_high(b))));
 }
 inline float2 unpack_halves(uint32_t packed) { return {from_half(packed), from_half(packed >> 16)}; }
+inline uint32_t pack_halves(float low, float high) { return to_half(low) | uint32_t(to_half(high)) << 16; }
+inline float reciprocal_approx(float x) {  // off by one unit at most, either way
+  return float_of(bits_of(1 / x) + emulator::random() % 3 - 1);
+}
 inline uint4 pack_bf16x8(float const (&values)[8]) {
   return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
           pack_bf16x2(values[6], values[7])};

@@ -52,6 +52,20 @@ CUTLASS_DEVICE float2 unpack_halves(uint32_t packed) {
   return values;
 }
 
+// Two floats to packed float16, round to nearest even; `low` lands in the lower half.
+CUTLASS_DEVICE uint32_t pack_halves(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// 1 / x of a normal x, off by a unit in the last place at most.
+CUTLASS_DEVICE float reciprocal_approx(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
 // Eight BF16 values, one 16-byte access.
 CUTLASS_DEVICE void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
