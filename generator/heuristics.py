@@ -58,10 +58,12 @@ def gemm_specs(
     Up to 64 rows the weights' stream is the floor, and up to 256 it is close: there a tile is as tall as the rows, or
     half, and as wide as makes one even wave of blocks, of half of K each where that takes fewer bytes. Above,
     ``_large``. A row of the table (default: the shipped one) for the shape and number of rows comes before any rule,
-    unless sums are promoted.
+    unless sums are promoted, or its tile does not end where an INT4 copy needs it.
     """
     table = table or shipped_table()
     element = precision.head if op == "lm_head" else precision.prefill
+    copy = written_copy(op, precision)
+    group = 64 if op == "gate_up" else 32 if copy is None or heads is None else copy.unit(heads.head_dim)
 
     def spec(schedule: _Schedule) -> GemmSpec:
         return spec_of(Place(op, element.name, n, k, None), schedule, heads, precision)
@@ -70,11 +72,13 @@ def gemm_specs(
     # tiles are those of sums that are not.
     promoted = element == E4M3 and precision.accumulation == "promoted"
     widest = 128 if promoted else 256
-    tuned = {} if promoted else table.find(op, element.name, n, k)
-    large = spec(tuned.get(None) or _large(op, n, k, element, widest))
+    found = {} if promoted else table.find(op, element.name, n, k)
+    tuned = {rows: schedule for rows, schedule in found.items() if schedule["tile"].n % group == 0}
+    large = spec(tuned.get(None) or _large(op, n, k, element, widest, group))
     specs = {}
     for rows in FEW_ROWS:
-        specs[rows] = few = spec(tuned.get(rows) or _few_rows(op, n, k, element, widest, table.multiprocessors, rows))
+        few = spec(tuned.get(rows) or _few_rows(n, k, element, widest, group, table.multiprocessors, rows))
+        specs[rows] = few
         tiles_m = -(-rows // few.tile.m)
         waves = -(-n // few.tile.n) * tiles_m * few.splits / table.multiprocessors
         same = (few.tile, few.splits) == (large.tile, 1)
@@ -83,14 +87,14 @@ def gemm_specs(
     return {**specs, MAX_ROWS: large}
 
 
-def _few_rows(op: str, n: int, k: int, element: Element, widest: int, multiprocessors: int, rows: int) -> _Schedule:
+def _few_rows(n: int, k: int, element: Element, widest: int, group: int, multiprocessors: int, rows: int) -> _Schedule:
     """The tile width and split of K that give the shortest waves of blocks; a tile has 64 rows, or up to 128.
 
     A block's time a column of K is that of its products (2048 multiply-adds a clock in BF16, twice as many in FP8) or
     of its operands' way into shared memory (64 bytes a clock), whichever is longer. To exchange the sums of a split
     takes about 3000 clocks.
     """
-    group, tile_m, stage = 64 if op == "gate_up" else 32, min(rows, 128), tile_k(element)
+    tile_m, stage = min(rows, 128), tile_k(element)
     tiles_m = -(-rows // tile_m)
 
     def clocks(choice: tuple[int, int]) -> tuple[float, int, int]:
@@ -104,7 +108,7 @@ def _few_rows(op: str, n: int, k: int, element: Element, widest: int, multiproce
     return deepest(element, Tile(tile_m, width, stage), (1, 1, splits), "cooperative")
 
 
-def _large(op: str, n: int, k: int, element: Element, widest: int) -> _Schedule:
+def _large(op: str, n: int, k: int, element: Element, widest: int, group: int) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic
@@ -114,10 +118,10 @@ def _large(op: str, n: int, k: int, element: Element, widest: int) -> _Schedule:
     by it (o 0.87, 128x256 0.89).
     """
     fp8, hidden = element == E4M3, op in ("qkv", "gate_up")
-    widths = (256, 192, 128, 64) if op == "gate_up" else (256, 192, 160, 128, 96, 64)
     widest = min(widest, 192 if fp8 and hidden else 256)
     fixed = 32  # columns that a tile's fixed cost is worth
-    width = min((w for w in widths if w <= widest), key=lambda width: (-(-n // width) * (width + fixed), -width))
+    widths = (width for width in (256, 192, 160, 128, 96, 64) if width <= widest and width % group == 0)
+    width = min(widths, key=lambda width: (-(-n // width) * (width + fixed), -width))
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
     schedule = "cooperative" if width == 256 or widest == 128 else "pingpong"
     chosen = deepest(element, Tile(128, width, tile_k(element)), (cluster_m, 1, 1), schedule)

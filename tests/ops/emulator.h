@@ -656,6 +656,7 @@ inline uint4 pack_bf16x8(float const (&values)[8]) {
   return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
           pack_bf16x2(values[6], values[7])};
 }
+inline uint4 keep_bf16x8(float const (&values)[8]) { return pack_bf16x8(values); }
 inline void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const pairs[4] = {word.x, word.y, word.z, word.w};
   for (int i = 0; i < 8; ++i) values[i] = i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);

@@ -86,6 +86,17 @@ CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
   __stcg(reinterpret_cast<uint4*>(target), pack_bf16x8(values));
 }
 
+// The same to keep, here and now: volatile, because nvcc would put it off to where the words are used, and hold eight floats
+// until then; and not the words of a store, which stand in four registers in a row.
+CUTLASS_DEVICE uint4 keep_bf16x8(float const (&values)[8]) {
+  uint32_t words[4];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Four floats to packed E4M3, round to nearest even; beyond the largest code they saturate, NaN stays NaN.
 CUTLASS_DEVICE uint32_t pack_e4m3x4(float a, float b, float c, float d) {
   uint16_t low, high;
