@@ -97,7 +97,7 @@ def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
 def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:
     """A batch that leaves some rows of its tile empty."""
     rows = tile - EMPTY_ROWS
-    if op == "qkv" and ops.precision.kv == E4M3:
+    if op == "qkv" and (ops.precision.kv == E4M3 or ops.precision.copy is not None):
         writing_codes = prefill_gemm.Problem(ops, op, rows, "decode")
         prefill_gemm.check_against_reference(writing_codes, writing_codes.run(ops))
         return
