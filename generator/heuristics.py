@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
 from .kv_format import KvFormat
 from .precision import E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_copy, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
-from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
+from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile, copy_blocks
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
 from .specs.gemm import tile_k
@@ -45,6 +44,7 @@ COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 K
 LANES_SUMS = 192  # row tiles times sequences that the lanes of a cluster, which load their own x, have registers for
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
+COPY_BYTES_AHEAD = 196_608  # of INT4 pages on their way to a multiprocessor: as many as of BF16's
 ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
@@ -453,10 +453,13 @@ def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefi
 def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecodeSpec:
     """Four warps share a page of 64 tokens, sixteen each; three stages of K and V keep the memory pipe full.
 
-    Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more.
+    Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more. Of INT4 as
+    many as that takes, with the blocks that its registers allow.
     The next kernel starts with it (8B, a layer: 0.4 us less at 32 sequences and 0.8 at eight, the same at one).
     """
     if precision.copy is not None:
-        raise UnsupportedError(f"{precision.name}: decode attention reads no INT4 copy of the cache yet")
+        form = replace(precision.copy, hadamard=0)  # q is rotated when it is read
+        stages = COPY_BYTES_AHEAD // (copy_blocks(heads, form) * form.page_bytes(heads.head_dim))
+        return AttentionDecodeSpec(INT4, heads, warps=4, stages=stages, early_next=True, copy=form)
     stages = 4 if precision.kv == E4M3 else 3
     return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=stages, early_next=True)

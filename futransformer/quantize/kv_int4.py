@@ -71,7 +71,7 @@ def quantise_kv(values: Tensor, kv_format: KvFormat) -> Int4Kv:
 
 def _in_groups(features: Tensor, groups: int) -> Tensor:
     """[..., D] as [..., groups, D / groups]."""
-    return features.reshape(*features.shape[:-1], groups, -1)
+    return features.reshape(*features.shape[:-1], groups, features.shape[-1] // groups)
 
 
 def _reciprocal(scales: Tensor) -> Tensor:

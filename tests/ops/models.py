@@ -15,10 +15,10 @@ from futransformer.build.export import export
 from futransformer.build.manifest import ModelManifest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, gemm_specs
+from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, attention_decode_spec, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
-from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
+from futransformer.generator.specs import AttentionDecodeSpec, GemmSpec, Heads, KernelSpec, Tile
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -144,6 +144,24 @@ TAILS: tuple[GemmSpec, ...] = tuple(
 )
 TAILS_NAME = "tails"
 
+# Decode attention over INT4 copies of the cache, alone: every form of them, many groups, both numbers of features.
+COPIES: dict[str, AttentionDecodeSpec] = {
+    f"{heads}-{form}": attention_decode_spec(heads, get_precision(f"bf16-{form}"))
+    for heads, form in (
+        (Heads(9, 3, 64), "kv4"),
+        (Heads(32, 8, 128), "kv4"),
+        (Heads(32, 2, 64), "kv4"),
+        (Heads(32, 2, 128), "kv4"),
+        (Heads(5, 1, 64), "kv4-min"),
+        (Heads(64, 8, 128), "kv4-min"),
+        (Heads(32, 2, 128), "kv4-min"),
+        (Heads(4, 4, 128), "kv4-head"),
+        (Heads(32, 2, 64), "kv4-head-min"),
+        (Heads(14, 2, 128), "kv4-head-min"),
+    )
+}
+COPIES_NAME = "copies"
+
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
@@ -175,13 +193,14 @@ def tested_plan(name: str) -> Plan:
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:
     """The kernels of one export."""
-    return TAILS if name == TAILS_NAME else tested_plan(name).specs()
+    alone = {TAILS_NAME: TAILS, COPIES_NAME: tuple(COPIES.values())}
+    return alone[name] if name in alone else tested_plan(name).specs()
 
 
 def main(folder: Path, names: tuple[str, ...]) -> None:
     """Build and export."""
     settings = BuildSettings.from_environment()
-    for name in names or (*MODELS, TAILS_NAME):
+    for name in names or (*MODELS, TAILS_NAME, COPIES_NAME):
         records = build_kernels(specs_of(name), settings=settings, progress=print)
         export(ModelManifest(name, precision_of(name).name, records), folder / name)
 

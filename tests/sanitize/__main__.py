@@ -32,6 +32,7 @@ from tests.sanitize.runner import TOOLS, Run
 # What is cheap, or there for few kernels, comes first: when the time runs short, the last are left out.
 EXPORTS = (
     "tails",
+    "copies",
     "smollm2-135m",
     "smollm2-135m-fp8",
     "odd",
