@@ -70,6 +70,7 @@ class Problem:
         self.slots = torch.randperm(pages * 64, generator=generator, device=device)[:rows]
         if rows > 2:
             self.slots[1] = -1
+        self.integers: Tensor | None = None  # what kernels of INT4 weights make of x
         self.scale: Tensor | None = None  # of the sums, for the logical weight's rows
         self.out_scale: Tensor | None = None
         self.kv_scale = torch.tensor(KV_SCALE, device=device) if ops.precision.kv == E4M3 else None
@@ -80,13 +81,12 @@ class Problem:
         if ops.precision.prefill == E4M3 and phase == "prefill" and op != "lm_head":
             self._quantise()
         packed: Tensor | Int4Weight = self.logical
-        self.reference_x = self.x
         if ops.precision.decode == INT4 and phase == "decode" and op != "lm_head":
             groups = ops.precision.group_size
             packed = round_to_nearest(op, self.logical, groups, zero_points=ops.precision.zero_points)
             self.logical = packed.dequantise()
             if rows <= SPLIT_BATCH:
-                self.reference_x = as_integers(self.x, next(iter(ops.plan.decode[op].values())).group_k)
+                self.integers = as_integers(self.x, next(iter(ops.plan.decode[op].values())).group_k)
         self.weight = ops.pack(op, phase, packed)
 
     def _quantise(self) -> None:
@@ -104,7 +104,9 @@ class Problem:
         """Every tensor that the projection writes; FP8 results, x and h, as codes, at ``out_scale`` if it is given."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         weight = self.logical.float() if isinstance(ops, ReferenceOps) else self.weight
-        phase, x = self.phase, self.reference_x if isinstance(ops, ReferenceOps) else self.x
+        phase, x = self.phase, self.x
+        if self.integers is not None and isinstance(ops, ReferenceOps):
+            x = self.integers
         options: dict[str, Any] = {}
         written: dict[str, Tensor] = {}
         if self.scale is not None:

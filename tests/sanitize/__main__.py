@@ -38,6 +38,8 @@ EXPORTS = (
     "odd",
     "odd-fp8",
     "smollm2-135m-int4-g32-asym",
+    "smollm2-135m-kv4",
+    "smollm2-135m-int4-g32-asym-kv4",
     "llama-3.1-8b",
     "group16",
     "group5",
