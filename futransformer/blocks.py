@@ -83,8 +83,9 @@ class Pass(Protocol):
         v_pages: Tensor,
         fp8: Fp8Output | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
-        """Attend q over one layer's pages."""
+        """Attend q over one layer's pages; in decode over their INT4 copy, if there is one."""
         ...
 
 
@@ -109,6 +110,7 @@ class PrefillPass:
         v_pages: Tensor,
         fp8: Fp8Output | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_prefill(
@@ -144,6 +146,7 @@ class DecodePass:
         v_pages: Tensor,
         fp8: Fp8Output | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Pass.attention."""
         return ops.attention_decode(
@@ -154,6 +157,7 @@ class DecodePass:
             self.seqlens_k,
             max_seqlen_k=self.max_seqlen_k,
             kv_scale=kv_scale,
+            kv_copy=kv_copy,
         )
 
 
@@ -168,11 +172,12 @@ def llama_block(
     scales: BlockScales = UNSCALED,
     kv_scale: Tensor | None = None,
     gains: BlockGains = UNGAINED,
+    kv_copy: Tensor | None = None,
 ) -> Stream:
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream's residual is overwritten.
 
     ``scales`` are for a phase whose GEMMs read FP8, ``kv_scale`` for pages of E4M3, ``gains`` for a phase whose weights
-    keep a checkpoint's codes.
+    keep a checkpoint's codes, ``kv_copy`` for a cache with an INT4 copy.
     """
     phase, s = rows.phase, scales
     q = ops.qkv(
@@ -187,8 +192,9 @@ def llama_block(
         v_pages,
         scale=s.qkv,
         kv_scale=kv_scale,
+        kv_copy=kv_copy,
     )
-    attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale)
+    attended = rows.attention(ops, q, k_pages, v_pages, s.attended, kv_scale, kv_copy)
     middle = ops.o(
         phase,
         attended,

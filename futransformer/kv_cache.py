@@ -4,6 +4,9 @@ Pool: [2 (K, V), layers, num_pages, num_key_value_heads, PAGE_SIZE, head_dim], s
 contiguous, as the kernels read them. A page number means the same slots in every layer. Pages are not cleared: what a
 sequence has not written may hold anything, and nobody reads it.
 
+Beside it, if the precision has one, an INT4 copy of the same slots, which decode attention reads in its place:
+uint8 [layers, num_pages, num_key_value_heads, page bytes] (kv_packing.py).
+
 Host state (lists of page numbers) decides; what kernels read (block tables, slots) is derived here as tensors on the
 cache's device.
 """
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import InputError, OutOfMemoryError
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.specs import PAGE_SIZE
 
 # Of what E4M3 codes are worth. Attention multiplies them by 2^120 in float32 (e4m3_operand.cuh).
@@ -43,10 +47,11 @@ def page_bucket(pages: int) -> int:
     return power * 3 // 4 if pages <= power * 3 // 4 else power
 
 
-def page_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
-    """Bytes of one page: K and V of PAGE_SIZE tokens in all layers."""
-    features = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return 2 * PAGE_SIZE * features * dtype.itemsize
+def page_bytes(config: LlamaConfig, dtype: torch.dtype, copy: KvFormat | None = None) -> int:
+    """Bytes of one page: K and V of PAGE_SIZE tokens in all layers, and their INT4 copy."""
+    of_head = 2 * PAGE_SIZE * config.head_dim * dtype.itemsize
+    of_copy = 0 if copy is None else copy.page_bytes(config.head_dim)
+    return config.num_hidden_layers * config.num_key_value_heads * (of_head + of_copy)
 
 
 class KVCache:
@@ -61,10 +66,12 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         page_order: Iterable[int] | None = None,
         scales: Tensor | None = None,
+        copy: KvFormat | None = None,
     ) -> None:
         """Allocate the pool; ``page_order`` is the order in which pages are handed out (default: ascending).
 
         ``scales``, float32 [layers, 2], makes it a pool of E4M3 codes: what a code of K, and of V, is worth.
+        ``copy`` is the form of an INT4 copy.
         """
         codes = dtype == torch.float8_e4m3fn
         if codes and scales is None:
@@ -76,8 +83,12 @@ class KVCache:
         shape = (2, config.num_hidden_layers, num_pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
         try:
             self.pool = torch.empty(shape, dtype=dtype, device=device)
+            self.copy = None
+            if copy is not None:
+                copied = (*shape[1:4], copy.page_bytes(config.head_dim))
+                self.copy = torch.empty(copied, dtype=torch.uint8, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            size = num_pages * page_bytes(config, dtype)
+            size = num_pages * page_bytes(config, dtype, copy)
             raise OutOfMemoryError(
                 f"a KV cache of {num_pages} pages ({num_pages * PAGE_SIZE} tokens) needs {size / 2**30:.2f} GiB on "
                 f"{device}, which has less; ask for fewer cache tokens"
@@ -91,6 +102,10 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V pages of one layer, each [num_pages, num_key_value_heads, PAGE_SIZE, head_dim]."""
         return self.pool[0, index], self.pool[1, index]
+
+    def copy_layer(self, index: int) -> Tensor | None:
+        """The INT4 copy of one layer's pages, [num_pages, num_key_value_heads, page bytes]; None without one."""
+        return None if self.copy is None else self.copy[index]
 
     def scale(self, index: int) -> Tensor | None:
         """What codes of one layer are worth, float32 [2]; None where pages hold values."""

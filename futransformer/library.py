@@ -162,6 +162,7 @@ class KernelLibrary:
         *,
         scale: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         return self._projections.qkv(
@@ -176,6 +177,7 @@ class KernelLibrary:
             v_pages,
             scale=scale,
             kv_scale=kv_scale,
+            kv_copy=kv_copy,
         )
 
     def attention_prefill(
@@ -218,10 +220,19 @@ class KernelLibrary:
         max_seqlen_k: int,
         out: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_decode."""
         return self._attention_decode(
-            q, k_pages, v_pages, block_table, seqlens_k, max_seqlen_k=max_seqlen_k, out=out, kv_scale=kv_scale
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            seqlens_k,
+            max_seqlen_k=max_seqlen_k,
+            out=out,
+            kv_scale=kv_scale,
+            kv_copy=kv_copy,
         )
 
     def o(

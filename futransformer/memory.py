@@ -62,8 +62,9 @@ def plan_memory(
     plain = sum(part[half] for _, half in bf16)
     head = config.vocab_size * config.hidden_size
     rope = config.max_position_embeddings * config.head_dim * 4
-    features = layers * heads.kv_features
     pages = -(-cache_tokens // PAGE_SIZE)
+    of_head = 2 * PAGE_SIZE * heads.head_dim * precision.kv.bits // 8
+    of_copy = 0 if precision.copy is None else precision.copy.page_bytes(heads.head_dim)
     # of every row x (once more where GEMMs read it in FP8), q, attention's output and h; float32 logits of a few rows
     quantised = precision.prefill != BF16
     read_by_gemms = heads.q_features + config.intermediate_size
@@ -87,7 +88,7 @@ def plan_memory(
         prefill_weights=prefill_weights // 8,
         decode_weights=decode_weights // 8,
         embedding=head * 2 + rope,
-        kv_cache=2 * pages * PAGE_SIZE * features * precision.kv.bits // 8,
+        kv_cache=layers * pages * heads.num_key_value_heads * (of_head + of_copy),
         activations=rows * row_bits // 8,
     )
 

@@ -33,6 +33,7 @@ from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import Fp8Scales, Fp8Scaling, check_mode
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
@@ -164,7 +165,8 @@ class Llama:
         kv_dtype = DTYPES[precision.kv]
         if isinstance(ops, ReferenceOps) and (kv_scales is None or ops.dtype == torch.float32):
             kv_dtype = ops.dtype
-        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales)
+        copy = copy_of(ops, precision)
+        cache = KVCache(config, pages_for(cache_tokens), device=target, dtype=kv_dtype, scales=kv_scales, copy=copy)
         with allocation_errors(f"loading {config.name}, which needs {plan}", "use a smaller model or cache"):
             weights = load_weights(checkpoint, config, ops, precision, recipe)
         scaling = None
@@ -408,6 +410,7 @@ class Llama:
                 scales,
                 self.cache.scale(index),
                 BlockGains(*gains[2 * index + 1 : 2 * index + 3]) if gains else UNGAINED,
+                self.cache.copy_layer(index),
             )
         return stream
 
@@ -486,7 +489,7 @@ def make_ops(
 ) -> Ops:
     """Generated kernels on a GPU, the reference on the CPU; options as in ``load_kernels``."""
     if device.type == "cpu":
-        return ReferenceOps(config)
+        return ReferenceOps(config, copy=precision.copy)
     from futransformer.library import load_kernels  # noqa: PLC0415 - the reference needs neither driver nor kernels
 
     def compiled(event: BuildEvent) -> None:
@@ -496,6 +499,15 @@ def make_ops(
     return load_kernels(
         config, precision, folder=kernels, progress=compiled, batch_invariant=batch_invariant, mixed=mixed
     )
+
+
+def copy_of(ops: Ops, precision: Precision) -> KvFormat | None:
+    """The form of the cache's INT4 copy; a reference that rounds nothing may have none."""
+    if not isinstance(ops, ReferenceOps) or ops.copy == precision.copy:
+        return precision.copy
+    if ops.copy is None and ops.dtype == torch.float32:
+        return None
+    raise InputError(f"the reference has a copy of {ops.copy}, and {precision.name} one of {precision.copy}")
 
 
 def split_into_passes(lengths: Sequence[int], max_rows: int) -> Iterator[list[Chunk]]:

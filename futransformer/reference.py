@@ -6,6 +6,9 @@ float32. Attention rounds P where a kernel does: P = exp(s - row maximum) is rou
 float32 of the unrounded values, and the division comes last. A kernel rounds P relative to a *running* maximum, so the
 two may differ in the last place of P.
 
+Of an INT4 copy of the cache, what is rounded to codes is K and V as ``dtype`` has them, and decode rounds P times V's
+scale of each group in place of P; decode's q is rotated in float32, and rounded after that.
+
 ``dtype=torch.float32`` gives the exact reference: the same formulas, nothing rounded. Both work on the CPU and on a
 CUDA device. Phases compute the same thing here; they exist because kernels read a weight in two packings.
 """
@@ -20,10 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import InputError
+from futransformer.generator.kv_format import PAGE_SIZE, KvFormat
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
-from futransformer.generator.specs import PAGE_SIZE
+from futransformer.kv_packing import store_tokens, unpack_pages
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
 from futransformer.quantize.int4 import Int4Weight
+from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -33,11 +39,20 @@ class ReferenceOps:
     """The Ops protocol in plain PyTorch for one model shape."""
 
     def __init__(
-        self, config: LlamaConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+        self,
+        config: LlamaConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        copy: KvFormat | None = None,
     ) -> None:
-        """Serve ``config``'s shape; ``dtype`` is what stored tensors are rounded to, float32 for no rounding."""
+        """Serve ``config``'s shape; ``dtype`` is what stored tensors are rounded to, float32 for no rounding.
+
+        ``copy`` is the form of the INT4 copy of a cache that has one.
+        """
         self.device = torch.device(device)
         self.dtype = dtype
+        self.copy = copy
         self.capturable = False  # attention asks for the lengths on the host
         self.heads = config.heads
         self.vocab_size = config.vocab_size
@@ -100,23 +115,31 @@ class ReferenceOps:
         *,
         scale: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         projected = self._normalised_linear(x, sumsq, weight, scale)
         natural = projected.view(x.shape[0], -1, self.heads.head_dim)
         q_heads, kv_heads = self.heads.num_attention_heads, self.heads.num_key_value_heads
         rotated = rotate_pairs(natural[:, : q_heads + kv_heads], rope_table[positions.long()])
-        q, k = rotated[:, :q_heads].to(self.dtype), rotated[:, q_heads:]
+        q, k, v = rotated[:, :q_heads], rotated[:, q_heads:], natural[:, q_heads + kv_heads :]
 
         written = slots >= 0
         page, offset = slots[written] // PAGE_SIZE, slots[written] % PAGE_SIZE
-        for part, (rows, pages) in enumerate(((k, k_pages), (natural[:, q_heads + kv_heads :], v_pages))):
+        for part, (rows, pages) in enumerate(((k, k_pages), (v, v_pages))):
             if kv_scale is None:
                 stored = rows[written].to(self.dtype).to(pages.dtype)
             else:
                 stored = (rows[written] * (1 / kv_scale[part])).clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype)
             as_bytes(pages)[page, :, offset] = as_bytes(stored)
-        return q.reshape(x.shape[0], -1)
+        if kv_copy is not None:
+            form = self._form_of_copy()
+            keys = rotate(natural_order(k[written].to(self.dtype)), form.hadamard)
+            values = v[written].to(self.dtype)
+            store_tokens(kv_copy, slots[written], quantise_kv(keys, form), quantise_kv(values, form), form)
+            if phase == "decode":
+                q = rotate(natural_order(q), form.hadamard)
+        return q.to(self.dtype).reshape(x.shape[0], -1)
 
     def attention_prefill(
         self,
@@ -159,6 +182,7 @@ class ReferenceOps:
         max_seqlen_k: int,
         out: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attention_decode."""
         out = torch.empty_like(q, dtype=self.dtype) if out is None else out
@@ -166,8 +190,12 @@ class ReferenceOps:
             if length == 0:
                 out[row] = 0
                 continue
-            k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[row], length)
-            out[row] = self._attend(q[row : row + 1], k, v)[0].to(self.dtype)
+            if kv_copy is None:
+                k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[row], length)
+                attended = self._attend(q[row : row + 1], k, v)[0]
+            else:
+                attended = self._attend_codes(q[row], *self._gather_copy(kv_copy, block_table[row], length))
+            out[row] = attended.to(self.dtype)
         return out
 
     def o(
@@ -266,6 +294,36 @@ class ReferenceOps:
         )
         return (k, v) if kv_scale is None else (k * kv_scale[0], v * kv_scale[1])
 
+    def _form_of_copy(self) -> KvFormat:
+        if self.copy is None:
+            raise InputError("this reference knows no form of an INT4 copy: make it with copy=, or leave kv_copy out")
+        return self.copy
+
+    def _gather_copy(self, kv_copy: Tensor, block_row: Tensor, length: int) -> tuple[Int4Kv, Int4Kv]:
+        """The same of a copy: codes [kv heads, length, D]."""
+        used = kv_copy[block_row[: -(-length // PAGE_SIZE)].long()].transpose(0, 1)
+        keys, values = unpack_pages(used, self.heads.head_dim, self._form_of_copy())
+
+        def tokens(pages: Tensor) -> Tensor:
+            return pages.flatten(1, 2)[:, :length]
+
+        return keys.map(tokens), values.map(tokens)
+
+    def _attend_codes(self, q: Tensor, keys: Int4Kv, values: Int4Kv) -> Tensor:
+        """Attention of one query [heads * D] over codes [kv heads, length, D]; float32.
+
+        V's codes are multiplied as they are, by P times their scales; P times minima is added in float32.
+        """
+        grouped = q.float().view(self.heads.num_key_value_heads, self.heads.group, -1)
+        scores = torch.einsum("hqd,hkd->hqk", grouped, keys.worth()) * self.heads.head_dim**-0.5
+        p: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        scaled = torch.einsum("hqk,hkg->hqkg", p, values.scales.float()).to(self.dtype).float()
+        attended = torch.einsum("hqkg,hkgd->hqgd", scaled, values.multiples())
+        if values.minima is not None:
+            attended += torch.einsum("hqk,hkg->hqg", p, values.minima.float()).unsqueeze(-1)
+        total = p.sum(-1)[..., None, None]
+        return attended.div_(total).flatten()
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries [Q, heads * D] over k and v [kv heads, length, D]; float32."""
         queries, length = q.shape[0], k.shape[1]
@@ -304,6 +362,11 @@ def quantize_fp8(values: Tensor, fp8: Fp8Output) -> Tensor:
         torch.maximum(fp8.amax, magnitude.nan_to_num(0, torch.inf).amax() * fp8.scale, out=fp8.amax)
     fp8.saturated.add_((magnitude > E4M3_MAX).sum())
     return codes.clamp(-E4M3_MAX, E4M3_MAX)
+
+
+def natural_order(features: Tensor) -> Tensor:
+    """Features of heads [..., D] from pair order."""
+    return torch.cat((features[..., 0::2], features[..., 1::2]), -1)
 
 
 def rotate_pairs(features: Tensor, cos_sin: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from futransformer.checkpoint import Checkpoint
 from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, UnsupportedError
-from futransformer.generator.precision import E4M3, INT4, Precision, gains_in_x
+from futransformer.generator.precision import E4M3, INT4, Precision, cache_suffix, gains_in_x
 from futransformer.ops.interface import PHASES, Ops
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.quantize.kv_int4 import fold_value_rotation
 from futransformer.quantize.recipe import Fp8Recipe
 
 
@@ -41,7 +42,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     have the checkpoint's groups: UnsupportedError says which precision has.
     """
     stored_as, groups = checkpoint.format, checkpoint.groups
-    cache = "-kv8" if precision.kv == E4M3 else ""
+    cache = cache_suffix(precision)
     whole = ("fp8" if precision.prefill == E4M3 else "bf16") + cache
     if stored_as is not None and stored_as.mixed and precision.decode == INT4:
         raise UnsupportedError(
@@ -81,16 +82,22 @@ def load_weights(
     ``precision`` is what ``serving`` gave; ``recipe`` is of an FP8 prefill.
     """
     keeps_codes = precision.decode == INT4 and checkpoint.groups is not None
+    # A rotation of V is for both phases' weights: not beside codes of a checkpoint, or an FP8 recipe made without it.
+    rotation = precision.copy.hadamard if precision.copy is not None and not keeps_codes and recipe is None else 0
     scales: list[Tensor] = []
     layers = []
     for index in range(config.num_hidden_layers):
         logical = checkpoint.layer(index)
+        if rotation:
+            qkv, o = fold_value_rotation(logical.qkv, logical.o, config.heads, rotation)
+            logical = replace(logical, qkv=qkv.bfloat16(), o=o.bfloat16())
         coded = checkpoint.codes(index) if keeps_codes else None
         packed: dict[str, Packed] = {}
         for op in READERS:
             weight: Tensor = getattr(logical, op).to(ops.device)
-            if op == "qkv" and precision.kv == E4M3 and not weight.isfinite().all():
-                # kernels read the code that is not a number as 480: a NaN that K alone had would look like an answer
+            coded_kv = precision.kv == E4M3 or precision.copy is not None
+            if op == "qkv" and coded_kv and not weight.isfinite().all():
+                # a NaN that K alone had would look like an answer: kernels read E4M3's as 480, and INT4 has none
                 raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
             decoded: Tensor | Int4Weight = weight
             if coded is not None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import UnsupportedError
-from .specs.base import PAGE_SIZE
 
+PAGE_SIZE = 64  # tokens a KV-cache page holds
 HEAD = -1  # the group is all of a head
 CODE_BITS = 4
 SCALE_BYTES = 2  # of float16: a scale, or a minimum
 GROUPS = (32, HEAD)
 BLOCKS = (0, 32, 64, 128)
+UNIT = 64  # columns of K, in pair order, that hold whole groups of 32: one of the even and one of the odd ones
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,22 @@ class KvFormat:
     def __str__(self) -> str:
         group = "head" if self.group == HEAD else f"g{self.group}"
         return f"int4-{group}{'-min' if self.minimum else ''}{f'-h{self.hadamard}' if self.hadamard else ''}"
+
+    @property
+    def suffix(self) -> str:
+        """As a precision's name ends in it: what differs from the default."""
+        rotation = "" if self.hadamard == DEFAULT.hadamard else f"-h{self.hadamard}"
+        return f"-kv4{'-head' * (self.group == HEAD)}{'-min' * self.minimum}{rotation}"
+
+    @property
+    def cpp(self) -> str:
+        """The C++ type; a group of 0 features is a head."""
+        group = 0 if self.group == HEAD else self.group
+        return f"futransformer::KvFormat<{group}, {str(self.minimum).lower()}, {self.hadamard}>"
+
+    def unit(self, head_dim: int) -> int:
+        """Columns of the projection that must be finished together: a head, where a group or a block spans one."""
+        return UNIT if self.group != HEAD and self.hadamard <= self.group else head_dim
 
     def groups(self, head_dim: int) -> int:
         """Groups of a head; UnsupportedError where its features are not whole groups, or whole blocks."""

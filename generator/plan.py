@@ -88,7 +88,7 @@ def make_plan(
         gather_rows["prefill_fp8"] = GatherRowsSpec(BF16, config.hidden_size, fp8=True)
     elif mixed:
         raise UnsupportedError(f"{row.name} reads prompts in BF16 throughout: leave mixed out")
-    plain = replace(get_precision("bf16"), kv=row.kv)
+    plain = replace(get_precision("bf16"), kv=row.kv, copy=row.copy)
 
     def prefill(precision: Precision, ops: Iterable[str]) -> dict[str, dict[int, GemmSpec]]:
         return {op: gemm_specs(op, *shapes[op], precision, heads if op == "qkv" else None, table) for op in ops}

@@ -1,8 +1,9 @@
 """The precisions that kernels are generated for: one row each, read by specs, ops and tests.
 
 A precision names four things: what the prefill GEMMs read, what the decode GEMMs read, what the KV cache holds,
-and what the head reads; of FP8 also how weights are scaled and how products are summed, of INT4 how many of a row's
-weights share a scale, and whether they share a zero point.
+and what the head reads; of the cache also the form of an INT4 copy that decode reads in its place, of FP8 how weights
+are scaled and how products are summed, of INT4 how many of a row's weights share a scale, and whether they share a zero
+point.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .errors import UnsupportedError
+from .kv_format import BLOCKS, HEAD, KvFormat
+from .kv_format import DEFAULT as DEFAULT_COPY
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Precision:
     ``group_size`` (one of ``GROUP_SIZES``, or ``CHANNEL``) and ``zero_points`` are of INT4 decode weights. The last
     group of a row is shorter where K is no multiple of it. With ``gain_in_x`` these weights keep the codes that a
     checkpoint came with, and the gains of norms are in the x that decode writes.
+    ``copy`` is the form of the INT4 copy of the cache, which both phases write beside it and decode alone reads.
 
     ``atol`` and ``rtol_factor`` are the tolerance rule of the kernels' tests: the error against a float32 reference
     may be at most ``rtol_factor`` times that of PyTorch in the same element type, plus ``atol`` times the largest
@@ -64,6 +68,7 @@ class Precision:
     group_size: int = 128
     zero_points: bool = False
     gain_in_x: bool = False
+    copy: KvFormat | None = None
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -93,8 +98,11 @@ PRECISIONS: dict[str, Precision] = {
 # a row of INT4 weights, their groups, and where gains are: int4-g32-asym-gain
 _INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-gain)?")
 _GAIN, _KV8 = "-gain", "-kv8"
+# a row, and its copy's form where that is not the default: bf16-kv4-head-min-h64
+_COPY_NAME = re.compile(r"(.+)-kv4(-head)?(-min)?(?:-h(0|[1-9]\d*))?")
 PRECISION_NAMES = (
-    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8)"
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8, "
+    "then with -kv4, -head, -min, -h0, -h64 or -h128)"
 )
 
 
@@ -102,14 +110,22 @@ def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
     The rows of INT4 weights take other groups by suffix, zero points, and gains in x: int4-g32, int4-channel-asym,
-    fp8-int4-g64, int4-gain. Any row over BF16 pages takes pages of E4M3 by a last suffix: fp8-int4-g32-kv8.
+    fp8-int4-g64, int4-gain. Any row over BF16 pages takes pages of E4M3 by a suffix, fp8-int4-g32-kv8, and any row an
+    INT4 copy of its pages by a last one, with what differs from the default form: int4-kv8-kv4, bf16-kv4-head-min-h64.
     """
     if isinstance(name, Precision):
         return name
     if name in PRECISIONS:
         return PRECISIONS[name]
+    copied = _COPY_NAME.fullmatch(name)
+    if copied is not None:
+        block = int(copied[4] or DEFAULT_COPY.hadamard)
+        if block in BLOCKS and (row := get_precision(copied[1])).copy is None:
+            shared = HEAD if copied[2] else DEFAULT_COPY.group
+            copy = KvFormat(shared, minimum=copied[3] is not None, hadamard=block)
+            return replace(row, name=row.name + copy.suffix, copy=copy)
     base = name.removesuffix(_KV8)
-    if base != name and (row := get_precision(base)).kv == BF16:
+    if base != name and (row := get_precision(base)).kv == BF16 and row.copy is None:
         return replace(row, name=row.name + _KV8, kv=E4M3)
     parts = _INT4_NAME.fullmatch(name)
     if parts is not None and parts[1] in PRECISIONS:
@@ -131,5 +147,10 @@ def gains_in_x(row: Precision) -> Precision:
     """The same row of INT4 weights, with the gains of norms in the x that decode writes."""
     if row.gain_in_x:
         return row
-    base = row.name.removesuffix(_KV8)
-    return replace(row, name=base + _GAIN + row.name[len(base) :], gain_in_x=True)
+    cache = cache_suffix(row)
+    return replace(row, name=row.name.removesuffix(cache) + _GAIN + cache, gain_in_x=True)
+
+
+def cache_suffix(row: Precision) -> str:
+    """The end of a row's name: what its cache holds."""
+    return (_KV8 if row.kv == E4M3 else "") + ("" if row.copy is None else row.copy.suffix)

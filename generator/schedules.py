@@ -22,6 +22,7 @@ from typing import Any, TypedDict
 
 from .errors import ConfigError, UnsupportedError
 from .json_reader import JsonReader, read_json
+from .kv_format import KvFormat
 from .precision import BF16, PRECISIONS, Element, Precision
 from .specs import GemmSpec, Heads, Tile
 from .specs.base import EPILOGUES, MAX_SHARED_BYTES
@@ -158,7 +159,7 @@ def spec_of(place: Place, schedule: Schedule, heads: Heads | None, precision: Pr
     plain = GemmSpec(place.op, _ELEMENTS[place.element], place.n, place.k, **schedule, heads=heads)
     if precision is None:
         return plain
-    plain = replace(plain, kv=written_kv(place.op, precision))
+    plain = replace(plain, kv=written_kv(place.op, precision), copy=written_copy(place.op, precision))
     if plain.element == BF16:
         return plain
     return replace(plain, weight_scales=precision.weight_scales, accumulation=precision.accumulation)
@@ -167,6 +168,11 @@ def spec_of(place: Place, schedule: Schedule, heads: Heads | None, precision: Pr
 def written_kv(op: str, precision: Precision) -> Element:
     """What a projection's kernel writes to the pages; all but qkv write none."""
     return precision.kv if op == "qkv" else BF16
+
+
+def written_copy(op: str, precision: Precision) -> KvFormat | None:
+    """The form of the INT4 copy that a projection's kernel writes."""
+    return precision.copy if op == "qkv" else None
 
 
 @lru_cache(maxsize=1)

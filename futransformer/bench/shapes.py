@@ -56,8 +56,9 @@ def prefill_attention_work(config: LlamaConfig, lengths: Sequence[int]) -> Work:
 
 def decode_attention_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:
     """Every K and V once, as the precision's cache holds them."""
-    heads, width = config.heads, get_precision(precision).kv.bits / 8
-    return Work(4.0 * heads.q_features * batch * context, width * 2 * heads.kv_features * batch * context)
+    heads, row = config.heads, get_precision(precision)
+    bits = row.kv.bits if row.copy is None else row.copy.bits(heads.head_dim)
+    return Work(4.0 * heads.q_features * batch * context, bits / 8 * 2 * heads.kv_features * batch * context)
 
 
 def block_gemm_work(config: LlamaConfig, rows: int, precision: str = "bf16") -> Work:

@@ -64,7 +64,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--through",
         choices=tuple(DEFAULT_BATCH),
         help="the kernels to measure, or turns: half of a window is read, three eighths are decoded, the rest is read "
-        "(default: prefill, but decode where that reads INT4)",
+        "(default: prefill, but decode where that reads INT4, weights or cache)",
     )
     perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
     perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
@@ -159,7 +159,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
     precision = get_precision(args.precision)
-    through: Through = args.through or ("decode" if precision.decode == INT4 else "prefill")
+    decodes_int4 = precision.decode == INT4 or precision.copy is not None
+    through: Through = args.through or ("decode" if decodes_int4 else "prefill")
     batch = DEFAULT_BATCH[through] if args.batch is None else args.batch
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import Element
 from futransformer.generator.specs import DecodeGemmSpec
 from futransformer.ops.validate import DTYPES, check_vector_arguments
@@ -57,6 +58,11 @@ class DecodeGemm:
     def kv(self) -> Element:
         """See ProjectionGemm.kv."""
         return self._choose(1)[1].kv
+
+    @property
+    def copy(self) -> KvFormat | None:
+        """See ProjectionGemm.copy."""
+        return self._choose(1)[1].copy
 
     @property
     def scales(self) -> int:

@@ -26,7 +26,7 @@ class PrefillGemm:
         self._weight_shape = spec.n, spec.k
         self.operand = self.weight_type = DTYPES[spec.element]
         self.gain_in_x = False
-        self.kv = spec.kv
+        self.kv, self.copy = spec.kv, spec.copy
         self.scales = 0 if spec.element == BF16 else 1 if spec.weight_scales == "tensor" else spec.n
 
     def _choose(self, rows: int) -> tuple[Kernel, GemmSpec]:

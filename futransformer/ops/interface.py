@@ -48,6 +48,10 @@ class Ops(Protocol):
     Where pages hold E4M3 codes, ``kv_scale`` float32 [2] is what a code of K and a code of V is worth, else None: qkv
     writes K / kv_scale[0] and V / kv_scale[1], rounded to nearest even, saturated at 448.
 
+    Where the cache has an INT4 copy (Precision.copy), ``kv_copy`` is that of the layer, uint8 [num_pages,
+    num_key_value_heads, page bytes], else None. qkv writes K and V to it as well, in either phase, and attention_decode
+    reads it alone: q of decode's qkv is what it needs, with features in natural order, rotated as the copy's K.
+
     Where decode's weights keep the codes of a checkpoint (Precision.gain_in_x), ``gain`` is float32 [H], that of the
     norm before whatever reads the stream next: x is the residual times it, rounded. Elsewhere it is None, and the gain
     lies in the next weight.
@@ -102,6 +106,7 @@ class Ops(Protocol):
         *,
         scale: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """Project, rotate, write K and V to their slots; return q [T, num_attention_heads * head_dim]."""
         ...
@@ -134,6 +139,7 @@ class Ops(Protocol):
         max_seqlen_k: int,
         out: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query a sequence over its pages; a sequence of length 0 gives zeros."""
         ...

@@ -1,4 +1,4 @@
-"""The pages of one layer's KV cache as operations take them: BF16, or E4M3 codes that are worth a scale."""
+"""The pages of one layer's KV cache as operations take them: BF16, or E4M3 codes and scales; an INT4 copy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.errors import InputError
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import BF16, Element
 from futransformer.generator.specs import PAGE_SIZE, Heads
-from futransformer.ops.validate import DTYPES, check_tensor
+from futransformer.ops.validate import DTYPES, check_aligned, check_tensor
 from futransformer.tma import SWIZZLE_BYTES
 
 
@@ -32,6 +33,21 @@ def check_pages(
         return {}
     check_tensor(op, "kv_scale", kv_scale, (2,), torch.float32, device)
     return {"kv_scale": kv_scale}
+
+
+def check_copy(
+    op: str, copy: KvFormat | None, heads: Heads, kv_copy: Tensor | None, pages: int | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Require an INT4 copy, of that many pages if given, where the kernel has one; return it as kernels take it."""
+    if (kv_copy is None) != (copy is None):
+        needs = "has an INT4 copy of the cache and needs kv_copy" if kv_copy is None else "has none: leave kv_copy out"
+        raise InputError(f"{op}: the kernel {needs}")
+    if kv_copy is None or copy is None:
+        return {}
+    shape = (pages, heads.num_key_value_heads, copy.page_bytes(heads.head_dim))
+    check_tensor(op, "kv_copy", kv_copy, shape, torch.uint8, device)
+    check_aligned(op, "kv_copy", kv_copy, 16)
+    return {"kv_copy": kv_copy}
 
 
 def page_boxes(pages: Tensor) -> tuple[Tensor, int, int]:

@@ -13,10 +13,11 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import InputError
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import Element
 from futransformer.generator.specs import Heads
 from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
-from futransformer.ops.pages import check_pages
+from futransformer.ops.pages import check_copy, check_pages
 from futransformer.ops.validate import check_phase, check_tensor, fp8_arguments, gain_argument
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -46,6 +47,11 @@ class ProjectionGemm(Protocol):
     @property
     def kv(self) -> Element:
         """What qkv writes to the pages."""
+        ...
+
+    @property
+    def copy(self) -> KvFormat | None:
+        """The form of the INT4 copy that qkv writes beside them."""
         ...
 
     @property
@@ -130,6 +136,7 @@ class Projections:
         *,
         scale: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        kv_copy: Tensor | None = None,
     ) -> Tensor:
         """See Ops.qkv."""
         gemm, scaled = self._checked(phase, "qkv", x, self.config.hidden_size, weight, scale)
@@ -139,6 +146,7 @@ class Projections:
         check_tensor("qkv", "positions", positions, (rows,), torch.int32, self.device)
         check_tensor("qkv", "slots", slots, (rows,), torch.int64, self.device)
         of_pages = check_pages("qkv", gemm.kv, heads, k_pages, v_pages, kv_scale, self.device)
+        of_pages |= check_copy("qkv", gemm.copy, heads, kv_copy, k_pages.shape[0], self.device)
         q = self._empty(rows, heads.q_features, BF16)
         if rows:
             gemm.launch(

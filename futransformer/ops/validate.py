@@ -13,7 +13,7 @@ from futransformer.generator.precision import BF16, E4M3, INT4
 from futransformer.ops.interface import Fp8Output
 
 # A GEMM's arguments that are accessed sixteen bytes at a time.
-VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "residual", "out", "out_fp8")
+VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "kv_copy", "residual", "out", "out_fp8")
 
 DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn, INT4: torch.uint8}  # of a packed weight
 

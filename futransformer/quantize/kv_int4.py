@@ -1,11 +1,12 @@
 """K and V to INT4 codes with scales, and back; rotations, and how V's is folded into weights.
 
-The format is generator/kv_format.py's. Everything here is in the natural order of a head's features, on any device.
+The format is generator/kv_format.py's. Everything here is in the natural order of a head's features, on any device, and
+is to the bit what kernels do: float32, every operation rounded by itself, none of them fused.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,39 +27,51 @@ class Int4Kv:
     scales: Tensor  # float16 [..., G]
     minima: Tensor | None  # float16 [..., G]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Int4Kv:
+        """The same change of every tensor, of what stands before its last dimension."""
+        return Int4Kv(change(self.codes), change(self.scales), None if self.minima is None else change(self.minima))
+
+    def multiples(self) -> Tensor:
+        """What scales multiply, float32 [..., G, D / G]: integers."""
+        codes = _in_groups(self.codes.float(), self.scales.shape[-1])
+        return codes + LOWEST if self.minima is None else codes
+
     def worth(self) -> Tensor:
         """What attention must find, float32 [..., D], rotated as it was stored."""
-        codes = _in_groups(self.codes.float(), self.scales.shape[-1])
-        scale = self.scales.float().unsqueeze(-1)
-        if self.minima is None:
-            return ((codes + LOWEST) * scale).flatten(-2)
-        return (codes * scale + self.minima.float().unsqueeze(-1)).flatten(-2)
+        scaled = self.multiples() * self.scales.float().unsqueeze(-1)
+        if self.minima is not None:
+            scaled += self.minima.float().unsqueeze(-1)
+        return scaled.flatten(-2)
 
 
 def quantise_kv(values: Tensor, kv_format: KvFormat) -> Int4Kv:
     """Round ``values`` [..., D], rotated already, to the nearest codes; scales are rounded to float16 first.
 
-    A group of one value throughout has scale 0 and is worth it (with a minimum), or zero.
+    Values are multiplied by the scale's reciprocal, itself rounded, and ties go to even. Of two values that are the
+    largest in magnitude the positive one takes the code -8. A group of one value throughout has scale 0 and is worth it
+    (with a minimum), or zero. A group that holds NaN or leaves float16's range is worth NaN or infinities, and its
+    codes are any.
     """
     grouped = _in_groups(values.float(), kv_format.groups(values.shape[-1]))
+    low, high = grouped.amin(-1), grouped.amax(-1)
     if kv_format.minimum:
-        low, high = grouped.amin(-1), grouped.amax(-1)
         minima: Tensor | None = low.half()
-        scales = ((high - low) / (CODES - 1)).half()
+        # by a tensor: PyTorch on a GPU multiplies by the reciprocal of a number
+        scales = ((high - low) / torch.full_like(high, CODES - 1)).half()
         codes = (grouped - low.half().float().unsqueeze(-1)) * _reciprocal(scales)
         lowest = 0
     else:
         minima, lowest = None, LOWEST
-        largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        largest = torch.where(high >= -low, high, low)
         scales = (largest / LOWEST).half()
         codes = grouped * _reciprocal(scales)
-    stored = codes.round().clamp(lowest, lowest + CODES - 1) - lowest
+    stored = codes.nan_to_num(0).round().clamp(lowest, lowest + CODES - 1) - lowest
     return Int4Kv(stored.flatten(-2).to(torch.uint8), scales, minima)
 
 
 def _in_groups(features: Tensor, groups: int) -> Tensor:
     """[..., D] as [..., groups, D / groups]."""
-    return features.reshape(*features.shape[:-1], groups, -1)
+    return features.reshape(*features.shape[:-1], groups, features.shape[-1] // groups)
 
 
 def _reciprocal(scales: Tensor) -> Tensor:
@@ -67,22 +80,23 @@ def _reciprocal(scales: Tensor) -> Tensor:
     return torch.where(wide == 0, 0, 1 / wide)
 
 
-def hadamard(block: int) -> Tensor:
-    """H / sqrt(block), float32 [block, block]: symmetric, and its own inverse."""
-    if block < 1 or block & (block - 1):
-        raise InputError(f"a Hadamard block is a power of two, not {block}")
-    matrix = torch.ones(1, 1)
-    while len(matrix) < block:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / math.sqrt(block)
-
-
 def rotate(features: Tensor, block: int) -> Tensor:
-    """Rotate [..., D] in blocks, in float32; what is rotated twice is what it was. Of block 0, ``features`` itself."""
+    """Multiply each block of [..., D] by H / sqrt(block), in float32. Of block 0, ``features`` itself.
+
+    What is rotated twice is what it was, but for roundings. Butterflies a + b, a - b over the bits of a feature's
+    index, the lowest first; then one multiplication.
+    """
     if block == 0:
         return features.float()
-    matrix = hadamard(block).to(features.device)
-    return (_in_groups(features.float(), features.shape[-1] // block) @ matrix).flatten(-2)
+    if block < 1 or block & (block - 1):
+        raise InputError(f"a Hadamard block is a power of two, not {block}")
+    rotated, apart = features.float(), 1
+    while apart < block:
+        a, b = rotated.reshape(*features.shape[:-1], features.shape[-1] // (2 * apart), 2, apart).unbind(-2)
+        rotated = torch.stack((a + b, a - b), -2)
+        apart *= 2
+    factor: float = block**-0.5
+    return rotated.view(features.shape) * factor
 
 
 def fold_value_rotation(qkv: Tensor, o: Tensor, heads: Heads, block: int) -> tuple[Tensor, Tensor]:

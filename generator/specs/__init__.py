@@ -1,8 +1,9 @@
 """Kernel specifications, one module a kind of kernel."""
 
-from .attention_decode import AttentionDecodeSpec
+from ..kv_format import PAGE_SIZE
+from .attention_decode import AttentionDecodeSpec, copy_blocks
 from .attention_prefill import AttentionPrefillSpec
-from .base import ABI_VERSION, PAGE_SIZE, Heads, KernelSpec, Param, Tile
+from .base import ABI_VERSION, Heads, KernelSpec, Param, Tile
 from .decode_gemm import DecodeGemmSpec
 from .gemm import GemmSpec
 from .rows import ArgmaxSpec, GatherRowsSpec
@@ -20,4 +21,5 @@ __all__ = [
     "KernelSpec",
     "Param",
     "Tile",
+    "copy_blocks",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..kv_format import PAGE_SIZE
 from ..precision import BF16, E4M3, Element
-from .base import EPILOGUE_PARAMS, KV_SCALE, MAX_SHARED_BYTES, PAGE_SIZE, Heads, KernelSpec, Param, pointer
+from .base import EPILOGUE_PARAMS, KV_SCALE, MAX_SHARED_BYTES, Heads, KernelSpec, Param, pointer
 
 Q_STAGES = 2  # the next item's Q arrives while this one's is read
 WORK_SLOTS, WORK_BYTES = 4, 32  # descriptions of items, in shared memory

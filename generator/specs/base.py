@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..errors import UnsupportedError
+from ..kv_format import PAGE_SIZE, KvFormat
 from ..precision import E4M3, Element
 
-PAGE_SIZE = 64  # tokens a KV-cache page holds
 MAX_SHARED_BYTES = 232_448  # what one sm_90 block may use (227 KiB)
 SM_SHARED_BYTES = 233_472  # shared memory of an sm_90 multiprocessor (228 KiB)
 BLOCK_RESERVED_BYTES = 1024  # of which the system takes this for every block
@@ -127,6 +127,8 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
         pointer("slots", "const long long"),
         KV_SCALE,
     ),
+    # the INT4 copy of K and V of the same slots, [num_pages, heads, page bytes]; in decode q is rotated as K is
+    "copy_kv": (pointer("kv_copy", "unsigned char"),),
     # FP8 operands: x the sums' scale (x's times the weight's), scale [1]; with the row's rstd
     "scaled_rowscale": (*_ROWSCALE, _SCALE),
     # that and silu(gate) * up, in units of the result's scale (store_fp8's out_scale)
@@ -196,9 +198,15 @@ FP8_EPILOGUES: dict[str, dict[str, tuple[str, ...]]] = {
 DECODE_EPILOGUES = {**EPILOGUES, "o": ("residual_f32",), "down": ("residual_f32",)}
 
 
-def with_kv(epilogue: tuple[str, ...], kv: Element) -> tuple[str, ...]:
-    """A chain whose K and V go to pages of this element."""
-    return tuple("scatter_kv_fp8" if op == "scatter_kv" and kv == E4M3 else op for op in epilogue)
+def with_kv(epilogue: tuple[str, ...], kv: Element, copy: KvFormat | None) -> tuple[str, ...]:
+    """A chain whose K and V go to pages of this element, and to an INT4 copy if there is one."""
+    stored = tuple("scatter_kv_fp8" if op == "scatter_kv" and kv == E4M3 else op for op in epilogue)
+    return (*stored, "copy_kv") if copy is not None else stored
+
+
+def copy_name(copy: KvFormat | None) -> str:
+    """The last part of a kernel's name: the form of the copy that it writes or reads."""
+    return "" if copy is None else f"_{copy}".replace("-", "_")
 
 
 def epilogue_params(epilogue: tuple[str, ...]) -> tuple[Param, ...]:

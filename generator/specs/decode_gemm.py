@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
+from ..kv_format import KvFormat
 from ..precision import BF16, INT4, Element
 from .base import (
     DECODE_EPILOGUES,
@@ -13,6 +14,7 @@ from .base import (
     Heads,
     KernelSpec,
     Param,
+    copy_name,
     epilogue_params,
     pointer,
     shared_share,
@@ -49,11 +51,13 @@ class DecodeGemmSpec(KernelSpec):
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    With a ``copy`` a block finishes whole units of columns: all of its cluster's, of every split_k-th sequence.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
     dependent_launch: ClassVar[bool] = True
+    copies_q: ClassVar[bool] = True  # where K and V are copied, q is stored with the copy, rotated as its K is
 
     op: str
     element: Element
@@ -75,6 +79,7 @@ class DecodeGemmSpec(KernelSpec):
     zero_points: bool = False
     gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
+    copy: KvFormat | None = None  # the form of the INT4 copy that qkv writes beside them
 
     def __post_init__(self) -> None:
         self.require(
@@ -86,7 +91,7 @@ class DecodeGemmSpec(KernelSpec):
         step = self.warp_split * self.step_k
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
-        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
+        self.require((self.kv == BF16 and self.copy is None) or self.op == "qkv", "pages are written by qkv alone")
         integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
@@ -100,6 +105,14 @@ class DecodeGemmSpec(KernelSpec):
         self.require(
             self.batch_tile <= _LANES * self.warps <= 512, "1 to 16 warps must multiply, with a lane for every sequence"
         )
+        if self.copy is not None and self.heads is not None:
+            unit = self.copy.unit(self.heads.head_dim)
+            whole = self.block_rows % unit == 0
+            self.require(whole, f"row_tiles must hold whole units of {unit} rows to write a copy of {self.copy}")
+            self.require(
+                4 * self.batch_tile <= _LANES * self.warps * self.split_k and self.batch_tile % self.split_k == 0,
+                "split_k must divide batch_tile, and leave four lanes for each of a block's sequences, to write a copy",
+            )
         self.require(self.n % self.block_rows == 0, f"out_features must be a multiple of {self.block_rows}")
         slices = self.split_k * self.step_k
         self.require(self.k % slices == 0, f"in_features must be a multiple of {slices}")
@@ -182,7 +195,7 @@ class DecodeGemmSpec(KernelSpec):
         """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
         if self.gain_in_x:
             return ("residual_f32_gain",)
-        return with_kv(DECODE_EPILOGUES[self.op], self.kv)
+        return with_kv(DECODE_EPILOGUES[self.op], self.kv, self.copy)
 
     @property
     def name(self) -> str:
@@ -193,7 +206,7 @@ class DecodeGemmSpec(KernelSpec):
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
             f"_{self.next_at}{'_rotate' * self.rotate}"
-            f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}"
+            f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}{copy_name(self.copy)}"
         )
 
     @property
@@ -240,7 +253,8 @@ class DecodeGemmSpec(KernelSpec):
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = 44 if self.x_ahead else 12
-        registers = sums + activations + weights + 32  # a thread, about what ptxas needs
+        rest = 48 if self.copy is not None and self.batch_tile <= 8 else 32  # few sums do not cover what a copy takes
+        registers = sums + activations + weights + rest  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
             warps = -(-blocks * (self.warps + 1) // SCHEDULERS)  # on the fullest scheduler

@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..kv_format import KvFormat
 from ..precision import BF16, E4M3, Accumulation, Element, Granularity
-from .base import EPILOGUES, FP8_EPILOGUES, MAX_SHARED_BYTES, Heads, KernelSpec, Param, Tile, epilogue_params, with_kv
+from .base import (
+    EPILOGUES,
+    FP8_EPILOGUES,
+    MAX_SHARED_BYTES,
+    Heads,
+    KernelSpec,
+    Param,
+    Tile,
+    copy_name,
+    epilogue_params,
+    with_kv,
+)
 
 SCHEDULES = ("cooperative", "pingpong")
 _MAX_ACCUMULATORS = 208  # float32 a consumer thread, of its 232 or 240 registers
@@ -36,6 +48,7 @@ class GemmSpec(KernelSpec):
     template: ClassVar[str] = "gemm_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("UTMALDG",)  # and ``wgmma``
     dependent_launch: ClassVar[bool] = True
+    copies_q: ClassVar[bool] = False
 
     op: str
     element: Element
@@ -52,6 +65,7 @@ class GemmSpec(KernelSpec):
     weight_scales: Granularity = "tensor"
     accumulation: Accumulation = "fast"
     kv: Element = BF16  # what qkv writes to the pages
+    copy: KvFormat | None = None  # the form of the INT4 copy that qkv writes beside them
 
     def __post_init__(self) -> None:
         group = 64 if self.op == "gate_up" else 32
@@ -85,7 +99,10 @@ class GemmSpec(KernelSpec):
         )
         self.require(self.splits == 1 or self.schedule == "cooperative", "only the cooperative schedule can split K")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
-        self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
+        self.require((self.kv == BF16 and self.copy is None) or self.op == "qkv", "pages are written by qkv alone")
+        if self.copy is not None and self.heads is not None:
+            unit = self.copy.unit(self.heads.head_dim)
+            self.require(self.tile.n % unit == 0, f"tile.n must be a multiple of {unit} to write a copy of {self.copy}")
         self.require(self.stages >= 2, "a pipeline needs two stages")
         self.require(self.raster >= 1, "raster must be positive")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
@@ -94,7 +111,7 @@ class GemmSpec(KernelSpec):
     def epilogue(self) -> tuple[str, ...]:
         """The operations applied to the accumulators, in order."""
         ops = FP8_EPILOGUES[self.weight_scales] if self.element == E4M3 else EPILOGUES
-        return with_kv(ops[self.op], self.kv)
+        return with_kv(ops[self.op], self.kv, self.copy)
 
     @property
     def name(self) -> str:
@@ -104,7 +121,8 @@ class GemmSpec(KernelSpec):
         schedule = f"{cluster}_s{self.stages}_r{self.raster}_{self.schedule}"
         if self.accumulation == "promoted":
             schedule += "_promoted"
-        return f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_{schedule}_{'_'.join(self.epilogue)}"
+        chain = "_".join(self.epilogue) + copy_name(self.copy)
+        return f"gemm_{self.op}_sm90_{self.element.name}_{shape}_{self.tile}_{schedule}_{chain}"
 
     @property
     def params(self) -> tuple[Param, ...]:

@@ -34,6 +34,19 @@ def test_bits_of_an_element(kv_format: KvFormat, head_dim: int, bits: float) -> 
     assert kv_format.part_bytes(head_dim) % 16 == 0, "one bulk copy"
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "units"),
+    [
+        (DEFAULT, {64: 64, 128: 64}),
+        (KvFormat(minimum=True, hadamard=0), {64: 64, 128: 64}),
+        (KvFormat(hadamard=64), {64: 64, 128: 128}),
+        (KvFormat(HEAD, hadamard=0), {64: 64, 128: 128}),
+    ],
+)
+def test_columns_that_are_finished_together(kv_format: KvFormat, units: dict[int, int]) -> None:
+    assert {head_dim: kv_format.unit(head_dim) for head_dim in units} == units
+
+
 def test_what_is_no_form_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="a group of INT4 K and V is 32 features or a head"):
         KvFormat(64)

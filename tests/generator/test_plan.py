@@ -12,8 +12,19 @@ import pytest
 from futransformer.build.cache import file_stem
 from futransformer.generator.config import CONFIGS, GROUPS, HEAD_DIMS, LlamaConfig
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.plan import kernel_specs, make_plan, projections
-from futransformer.generator.precision import BF16, CHANNEL, E4M3, INT4, PRECISIONS, Element, gains_in_x, get_precision
+from futransformer.generator.precision import (
+    BF16,
+    CHANNEL,
+    E4M3,
+    INT4,
+    PRECISIONS,
+    Element,
+    cache_suffix,
+    gains_in_x,
+    get_precision,
+)
 from futransformer.generator.render import TEMPLATES
 from futransformer.generator.specs import KernelSpec
 
@@ -223,6 +234,33 @@ def test_the_usual_group_is_no_part_of_a_name() -> None:
     ],
 )
 def test_int4_rows_that_do_not_exist_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"precision '{name}' is not implemented"):
+        get_precision(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "copy"),
+    [
+        ("bf16-kv4", "bf16", KvFormat()),
+        ("fp8-promoted-kv4-min", "fp8-promoted", KvFormat(minimum=True)),
+        ("int4-g32-asym-gain-kv8-kv4-h0", "int4-g32-asym-gain-kv8", KvFormat(hadamard=0)),
+        ("fp8-int4-kv4-head-min-h128", "fp8-int4", KvFormat(HEAD, minimum=True, hadamard=128)),
+    ],
+)
+def test_an_int4_copy_of_the_cache_by_a_last_suffix(name: str, base: str, copy: KvFormat) -> None:
+    row = get_precision(name)
+    assert row == replace(get_precision(base), name=name, copy=copy)
+    assert get_precision(base).name + cache_suffix(row).removeprefix(cache_suffix(get_precision(base))) == name
+
+
+def test_the_usual_form_of_a_copy_is_no_part_of_a_name() -> None:
+    assert get_precision("bf16-kv4-h32").name == "bf16-kv4"
+    row = get_precision("int4-kv8-kv4-min")
+    assert gains_in_x(row) == get_precision("int4-gain-kv8-kv4-min")
+
+
+@pytest.mark.parametrize("name", ["bf16-kv4-kv8", "bf16-kv4-kv4", "bf16-kv4-h16", "bf16-kv4-min-head", "int4-kv4-asym"])
+def test_copies_that_do_not_exist_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"precision '{name}' is not implemented"):
         get_precision(name)
 

@@ -9,7 +9,10 @@ import torch
 
 from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import InputError, OutOfMemoryError
+from futransformer.generator.kv_format import KvFormat
+from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, page_bytes, pages_for, token_slots
+from futransformer.memory import plan_memory
 
 CONFIG = replace(CONFIGS["smollm2-135m"], num_hidden_layers=2)
 
@@ -32,6 +35,22 @@ def test_layers_are_contiguous_parts_of_one_pool() -> None:
         part.fill_(number)
     assert [sorted(set(part.flatten().tolist())) for part in parts] == [[0], [1], [2], [3]]
     assert cache.pool.nbytes == 3 * page_bytes(CONFIG, torch.bfloat16)
+
+
+def test_a_copy_has_the_pages_of_the_pool() -> None:
+    copy = KvFormat(minimum=True)
+    cache = KVCache(CONFIG, 3, copy=copy)
+    assert cache.copy is not None
+    for index in range(2):
+        layer = cache.copy_layer(index)
+        assert layer is not None
+        assert (layer.dtype, layer.shape) == (torch.uint8, (3, 3, 2 * 64 * 64 * 5 // 8))
+        assert layer.is_contiguous()
+    assert cache.pool.nbytes + cache.copy.nbytes == 3 * page_bytes(CONFIG, torch.bfloat16, copy)
+    row = replace(get_precision("bf16"), copy=copy)
+    plan = plan_memory(CONFIG, row, cache_tokens=3 * 64, rows=10)
+    assert plan.kv_cache == cache.pool.nbytes + cache.copy.nbytes
+    assert make_cache(3).copy_layer(0) is None
 
 
 def test_sequences_grow_by_whole_pages_in_the_given_order() -> None:

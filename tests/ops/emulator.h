@@ -61,8 +61,16 @@ inline uint16_t to_bf16(float value) {  // round to nearest even
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bf16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
-inline float from_half(uint16_t bits) {  // finite ones
+inline uint16_t to_half(float value) {  // round to nearest even
+  if (std::isnan(value)) return 0x7fff;
+  int const exponent = std::max(std::ilogb(value), -14);  // below 2^-14 the steps stay those of 2^-14
+  double const steps = std::nearbyint(std::ldexp(std::fmin(std::fabs(value), 65536.f), 10 - exponent));
+  uint16_t const magnitude = std::fabs(value) >= 65536.f ? 0x7c00 : uint16_t((exponent + 14) * 1024 + int(steps));
+  return magnitude | (std::signbit(value) ? 0x8000 : 0);
+}
+inline float from_half(uint16_t bits) {
   int const exponent = bits >> 10 & 31, fraction = bits & 1023;
+  if (exponent == 31) return fraction ? NAN : bits >> 15 ? -INFINITY : INFINITY;
   float const magnitude = std::ldexp(float(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
   return bits >> 15 ? -magnitude : magnitude;
 }
@@ -494,6 +502,8 @@ T __reduce_max_sync(uint32_t, T value) {
   return T(uint32_t(emulator::warp().out[emulator::lane()][0]));
 }
 
+inline bool __any_sync(uint32_t mask, bool value) { return __reduce_max_sync(mask, int(value)); }
+
 // Fibers take turns where they wait: nothing comes between the read and the write.
 template <class T>
 T atomicAdd(T* target, T value) {
@@ -512,6 +522,11 @@ template <class T>
 T __ldg(T const* source) {
   return *source;
 }
+template <class T>
+void __stcg(T* target, T const& value) {
+  emulator::expect(reinterpret_cast<uintptr_t>(target) % sizeof(T) == 0, "a misaligned store");
+  *target = value;
+}
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   uint64_t const bytes = uint64_t(high) << 32 | low;
   uint32_t chosen = 0;
@@ -521,6 +536,9 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -626,16 +644,24 @@ inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u);
 inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16x2(bf16_low(a) - bf16_low(b), bf16_high(a) - bf16_high(b));
 }
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b));
+}
 inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 inline uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16x2(larger(std::fabs(bf16_low(a)), std::fabs(bf16_low(b))),
                      larger(std::fabs(bf16_high(a)), std::fabs(bf16_high(b))));
 }
 inline float2 unpack_halves(uint32_t packed) { return {from_half(packed), from_half(packed >> 16)}; }
+inline uint32_t pack_halves(float low, float high) { return to_half(low) | uint32_t(to_half(high)) << 16; }
+inline float reciprocal_approx(float x) {  // off by one unit at most, either way
+  return float_of(bits_of(1 / x) + emulator::random() % 3 - 1);
+}
 inline uint4 pack_bf16x8(float const (&values)[8]) {
   return {pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]),
           pack_bf16x2(values[6], values[7])};
 }
+inline uint4 keep_bf16x8(float const (&values)[8]) { return pack_bf16x8(values); }
 inline void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const pairs[4] = {word.x, word.y, word.z, word.w};
   for (int i = 0; i < 8; ++i) values[i] = i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);

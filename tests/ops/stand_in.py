@@ -91,8 +91,9 @@ class StandInKernel:
         written = arguments["out" if fp8 is None else "out_fp8"] if spec.op != "qkv" else arguments["q"]
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
-            kv_scale = arguments.get("kv_scale")
-            q = self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale, kv_scale=kv_scale)
+            cache: dict[str, Any] = {name: arguments.get(name) for name in ("kv_scale", "kv_copy")}
+            of_phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
+            q = self.ops.qkv(of_phase, x, arguments["sumsq"], logical, *state, scale=scale, **cache)
             written.copy_(q)
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
@@ -116,7 +117,9 @@ class StandInKernel:
 
     def _attend(self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, **arguments: Any) -> None:
         shape = (-1, spec.heads.num_key_value_heads, PAGE_SIZE, spec.heads.head_dim)
-        k_pages, v_pages = (arguments[name].view(shape) for name in ("k_pages", "v_pages"))
+        kv_copy = arguments.get("kv_copy")
+        no_pages = torch.empty(0)  # beside a copy nobody reads them
+        k_pages, v_pages = (arguments.get(name, no_pages).view(shape) for name in ("k_pages", "v_pages"))
         table, lengths = arguments["block_table"], arguments["seqlens_k"]
         assert arguments["block_table_stride"] == table.shape[1]
         state, kv_scale = (q, k_pages, v_pages, table), arguments.get("kv_scale")
@@ -128,7 +131,7 @@ class StandInKernel:
         else:
             most = table.shape[1] * PAGE_SIZE
             out = arguments["out"]
-            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale)
+            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale, kv_copy=kv_copy)
 
 
 def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:
@@ -145,12 +148,12 @@ def stand_in_library(
     mixed: bool = False,
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
-    ops = ReferenceOps(config)
+    precision = get_precision(precision)
+    ops = ReferenceOps(config, copy=precision.copy)
     monkeypatch.setattr(library, "Kernel", lambda spec, *_: kernel(spec, ops))
     for module in (attention_decode, attention_prefill, gemm):
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
-    precision = get_precision(precision)
     plan = make_plan(config, precision, mixed=mixed)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)

@@ -6,7 +6,7 @@ row. The columns of the sums stand in the order of the packed weight's rows, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +103,10 @@ class Problem:
         self.page_shape = (3, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
         self.slots = torch.randperm(3 * PAGE_SIZE, generator=generator)[:rows]
         self.slots[2:4] = torch.tensor([-1, -(2**40)])[: max(rows - 2, 0)]
+        self.copy_poison: Tensor | None = None  # what the INT4 copy holds before
+        if precision.copy is not None:
+            shape = (*self.page_shape[:2], precision.copy.page_bytes(config.head_dim))
+            self.copy_poison = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
 
     def _quantise(self, precision: Precision) -> None:
         """Make the operands FP8, the weight's at a scale for all of it or for each of its rows."""
@@ -152,6 +156,8 @@ class Problem:
         if self.kv_scale is not None:
             pages = {name: poisoned(*self.page_shape, dtype=torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
             files |= {"kv_scale": self.kv_scale, **pages}
+        if self.copy_poison is not None:
+            files["kv_copy"] = self.copy_poison
         return files
 
     def reference(self, phase: Phase) -> dict[str, Tensor]:
@@ -222,6 +228,38 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
         assert written["sumsq_out"][problem.rows :].isnan().all()
 
 
+def run_chains(
+    emulate: Callable[..., str], folder: Path, cases: Sequence[tuple[Problem, GemmSpec | DecodeGemmSpec]]
+) -> list[dict[str, Tensor]]:
+    """All parameters of each chain after it has run."""
+    runs = []
+    for index, (problem, spec) in enumerate(cases):
+        (folder / str(index)).mkdir()
+        phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
+        for name, tensor in problem.files(spec, packed_rows(phase, problem.op, spec.n)).items():
+            (folder / str(index) / name).write_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        runs.append((spec.name, str(problem.rows), str(folder / str(index))))
+    template = _environment().overlay().from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
+    emulate(
+        "epilogue",
+        "epilogue_fp8",
+        "kv_int4",
+        "epilogue_kv",
+        "tile_epilogue",
+        source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
+        runs=runs,
+    )
+    return [
+        {
+            name: torch.frombuffer(bytearray((folder / str(index) / name).read_bytes()), dtype=tensor.dtype).view_as(
+                tensor
+            )
+            for name, tensor in problem.files(spec, torch.arange(spec.n)).items()
+        }
+        for index, (problem, spec) in enumerate(cases)
+    ]
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("head_dim", CONFIGS)
 @pytest.mark.parametrize("chains", CHAINS)
@@ -236,27 +274,5 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
         for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))
     ]
-    runs = []
-    for index, (problem, spec) in enumerate(cases):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        for name, tensor in problem.files(spec, packed_rows(phase, problem.op, spec.n)).items():
-            (folder / name).write_bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-        runs.append((spec.name, str(problem.rows), str(folder)))
-    environment = _environment().overlay()
-    template = environment.from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
-    emulate(
-        "epilogue",
-        "epilogue_fp8",
-        "tile_epilogue",
-        source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
-        runs=runs,
-    )
-    for index, (problem, spec) in enumerate(cases):
-        written = {
-            name: torch.frombuffer(bytearray((tmp_path / str(index) / name).read_bytes()), dtype=tensor.dtype).view_as(
-                tensor
-            )
-            for name, tensor in problem.files(spec, torch.arange(spec.n)).items()
-        }
+    for (problem, spec), written in zip(cases, run_chains(emulate, tmp_path, cases), strict=True):
         check(problem, spec, written)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import DEFAULT, GROUPS, HEAD, KvFormat
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.quantize.kv_int4 import fold_value_rotation, hadamard, quantise_kv, rotate
+from futransformer.quantize.kv_int4 import fold_value_rotation, quantise_kv, rotate
 from futransformer.reference import ReferenceOps, row_sumsq
 
 FORMS = [KvFormat(group, minimum=minimum) for group, minimum in product(GROUPS, (False, True))]
@@ -61,7 +63,7 @@ def test_one_value_throughout(kv_format: KvFormat) -> None:
 
 @pytest.mark.parametrize("block", [1, 32, 64, 128])
 def test_a_rotation_is_its_own_inverse(block: int) -> None:
-    matrix = hadamard(block)
+    matrix = rotate(torch.eye(block), block)
     torch.testing.assert_close(matrix @ matrix, torch.eye(block), rtol=0, atol=1e-6)
     assert torch.equal(matrix, matrix.T)
     x = values(3, 256)
@@ -71,11 +73,61 @@ def test_a_rotation_is_its_own_inverse(block: int) -> None:
     )
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_a_rotation_is_to_the_bit_what_kernels_do(block: int) -> None:
+    """One float32 operation after another, of the lowest bit of the index first; numpy fuses and reorders none."""
+    x = values(2, 128)
+    want = x.numpy().copy()
+    apart = 1
+    while apart < block:
+        for first in (i for i in range(128) if not i & apart):
+            a, b = want[:, first].copy(), want[:, first + apart].copy()
+            want[:, first], want[:, first + apart] = a + b, a - b
+        apart *= 2
+    want *= np.float32(1 / math.sqrt(block))
+    assert torch.equal(rotate(x, block), torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("minimum", [False, True])
+def test_codes_are_to_the_bit_what_kernels_do(minimum: bool) -> None:
+    kv = values(64, 32) * torch.logspace(-9, 3, 64)[:, None]  # scales down to subnormal halves
+    kv[0] = torch.tensor([-4.0, 4.0]).repeat(16)  # of two largest the positive one has the code -8
+    kv[1, :2] = torch.tensor([-8.0, 2.5])  # a tie, to even
+    stored = quantise_kv(kv.repeat(1, 2), KvFormat(minimum=minimum))
+    for row, token in enumerate(kv.numpy()):
+        low, high = token.min(), token.max()
+        if minimum:
+            least = np.float16(low)
+            scale = np.float16((high - low) / np.float32(15))
+            reciprocal = np.float32(0) if scale == 0 else np.float32(1) / np.float32(scale)
+            codes = np.clip(np.rint((token - np.float32(least)) * reciprocal), 0, 15)
+            assert stored.minima is not None
+            assert float(stored.minima[row, 0]) == least
+        else:
+            scale = np.float16((high if high >= -low else low) * np.float32(-0.125))
+            reciprocal = np.float32(0) if scale == 0 else np.float32(1) / np.float32(scale)
+            codes = np.clip(np.rint(token * reciprocal), -8, 7) + 8
+        assert float(stored.scales[row, 1]) == scale
+        assert stored.codes[row].tolist() == [*codes, *codes]
+
+
+@pytest.mark.parametrize("minimum", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_spoils_its_own_group(value: float, minimum: bool) -> None:
+    kv = values(3, 64)
+    kv[1, 40] = value
+    stored, plain = (quantise_kv(each, KvFormat(minimum=minimum)) for each in (kv, values(3, 64)))
+    assert not stored.worth()[1, 32:].isfinite().any()
+    assert stored.codes.max() <= 15
+    for row, part in ((0, slice(None)), (1, slice(32)), (2, slice(None))):
+        assert torch.equal(stored.worth()[row, part], plain.worth()[row, part])
+
+
 def test_no_rotation_and_no_power_of_two() -> None:
     x = values(3, 64)
     assert torch.equal(rotate(x, 0), x)
     with pytest.raises(InputError, match="a power of two, not 48"):
-        hadamard(48)
+        rotate(x, 48)
 
 
 def test_a_rotation_spreads_an_outlier() -> None:

@@ -12,6 +12,9 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //   chain.conclude();                              once, behind all else; all lanes of the warp call it
 //
+// Where an operation takes K and V in units of columns (kUnit), a caller gives them to chain.copy(row, column, kept) as well,
+// all lanes of the warp, behind apply() of them: prefill in BF16, as a quad holds them, decode in shared memory.
+//
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
 // chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
 // or written for them. Sums are taken in a fixed order, so results do not depend on timing. Only the RoPE table and the scales
@@ -35,6 +38,7 @@ struct Operation {
   static constexpr int kKept = 0;      // registers that it takes beside, all along
   static constexpr int kPeriod = 1;    // columns after which a row's operands repeat
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // where columns are Q's, then K's, then V's: see PartColumn
+  static constexpr int kUnit = 0;                           // columns of K and V that copy() takes together
 
   CUTLASS_DEVICE void prepare() const {}
   CUTLASS_DEVICE void conclude() const {}
@@ -52,6 +56,8 @@ struct Operation {
   }
   template <int Lanes, class Row>
   CUTLASS_DEVICE void end(Row const&, int, int, bool) const {}
+  template <class Row, class Column, class Kept>
+  CUTLASS_DEVICE void copy(Row const&, Column, Kept const&) const {}
 };
 
 // x rstd: RMSNorm's row scale, from the partial sums of squares of the row that the GEMM has read (K columns).
@@ -212,8 +218,8 @@ struct KvSlots : Operation {
   }
 };
 
-// Q to its row, K and V to their slots.
-template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
+// Q to its row, unless another operation stores it; K and V to their slots.
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize, bool StoresQ = true>
 struct ScatterKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
   using typename Slots::Row;
@@ -227,6 +233,7 @@ struct ScatterKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       : Slots(of_rows), q(queries), k_pages(keys), v_pages(values) {}
 
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
+    if (!StoresQ && column < QFeatures) return;
     bf16* target = q + size_t(row) * QFeatures + column;
     if (column >= QFeatures) {
       if (state.slot < 0) return;
@@ -432,6 +439,7 @@ struct Chain<First, Rest...> {
   static_assert(kPeriod % First::kPeriod == 0 && kPeriod % Chain<Rest...>::kPeriod == 0);
   static constexpr int kQueryColumns = First::kQueryColumns + Chain<Rest...>::kQueryColumns;
   static constexpr int kKeyColumns = First::kKeyColumns + Chain<Rest...>::kKeyColumns;
+  static constexpr int kUnit = First::kUnit + Chain<Rest...>::kUnit;
 
   struct Fetched {
     typename First::Fetched first;
@@ -490,6 +498,11 @@ struct Chain<First, Rest...> {
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {
     first.template end<Lanes>(state.first, row, part, valid);
     rest.template end<Lanes>(state.rest, row, part, valid);
+  }
+  template <class Column, class Kept>
+  CUTLASS_DEVICE void copy(Row const& state, Column column, Kept const& kept) const {
+    first.copy(state.first, column, kept);
+    rest.copy(state.rest, column, kept);
   }
 };
 

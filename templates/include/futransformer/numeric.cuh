@@ -29,6 +29,13 @@ CUTLASS_DEVICE uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return difference;
 }
 
+// a b of two BF16 pairs, each rounded to nearest even.
+CUTLASS_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // The larger magnitude of two BF16 pairs, in either half, with a sign that means nothing. NaN stays NaN.
 CUTLASS_DEVICE uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
   uint32_t larger;
@@ -52,6 +59,20 @@ CUTLASS_DEVICE float2 unpack_halves(uint32_t packed) {
   return values;
 }
 
+// Two floats to packed float16, round to nearest even; `low` lands in the lower half.
+CUTLASS_DEVICE uint32_t pack_halves(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// 1 / x of a normal x, off by a unit in the last place at most.
+CUTLASS_DEVICE float reciprocal_approx(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
 // Eight BF16 values, one 16-byte access.
 CUTLASS_DEVICE void unpack_bf16x8(uint4 const& word, float (&values)[8]) {
   uint32_t const halves[4] = {word.x, word.y, word.z, word.w};
@@ -70,6 +91,17 @@ CUTLASS_DEVICE uint4 pack_bf16x8(float const (&values)[8]) {
 // One instruction, said so: where only one branch of several stores, nvcc makes four of 4 bytes of a plain assignment.
 CUTLASS_DEVICE void store_bf16x8(bf16* target, float const (&values)[8]) {
   __stcg(reinterpret_cast<uint4*>(target), pack_bf16x8(values));
+}
+
+// The same to keep, here and now: volatile, because nvcc would put it off to where the words are used, and hold eight floats
+// until then; and not the words of a store, which stand in four registers in a row.
+CUTLASS_DEVICE uint4 keep_bf16x8(float const (&values)[8]) {
+  uint32_t words[4];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Four floats to packed E4M3, round to nearest even; beyond the largest code they saturate, NaN stays NaN.

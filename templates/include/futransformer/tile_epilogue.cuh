@@ -7,7 +7,14 @@
 // Nothing else hides the end of a cooperative tile, so what the chain reads from memory is asked for ahead: fetch() and
 // begin() take what it keeps for a row, ask() as many operands as registers have room for, and finish() asks for the
 // rest while it consumes them. Operands that repeat along a row (RoPE's angles, with every head) are asked for once.
+//
+// A chain that copies K and V takes whole units of columns once their sums are done with. They stay behind as BF16, in half
+// the registers, and a loop takes them from the first place and moves the others up: unrolled, it would be 60 to 130 KB of
+// instructions. Beside 192 sums such a chain has to save registers: it fetches a row at a time, and leaves out what is not
+// there column by column (a branch around a whole row needs values for it where the row is not, before its sums are gone).
 #pragma once
+
+#include <type_traits>
 
 #include <cutlass/cutlass.h>
 
@@ -37,21 +44,27 @@ class TileEpilogue {
   typename Epilogue::Row lines_[kLines];
   Operands ahead_[kAhead];
 
+  static constexpr bool kCopies = Epilogue::kUnit > 0;
+  static constexpr bool kFetchesLate = kCopies && Registers <= 0;
+  static constexpr int kUnitGroups = kCopies ? Epilogue::kUnit / 32 : 1;
+  static_assert(kGroups % kUnitGroups == 0, "a tile has whole units of K and V");
+  static constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;  // their first columns
+  uint4 kept_[kLines][kCopies ? kGroups : 1];  // of K and V that are copied, in BF16
+
  public:
   CUTLASS_DEVICE TileEpilogue(Epilogue const& epilogue, int row, int tile, int rows)
       : epilogue_(epilogue), row_(row), tile_(tile), rows_(rows) {}
 
   CUTLASS_DEVICE void fetch() {
     CUTLASS_PRAGMA_UNROLL
-    for (int line = 0; line < kLines; ++line) {
-      fetched_[line] = epilogue_.template fetch<4>(row_at(line), row_at(line) < rows_);
-    }
+    for (int line = 0; line < kLines && !kFetchesLate; ++line) fetch(line);
   }
 
   // After fetch(). All lanes of the warp.
   CUTLASS_DEVICE void begin() {
     CUTLASS_PRAGMA_UNROLL
     for (int line = 0; line < kLines; ++line) {
+      if constexpr (kFetchesLate) fetch(line);
       lines_[line] = epilogue_.template begin<4>(row_at(line), row_at(line) < rows_, fetched_[line]);
     }
   }
@@ -64,10 +77,18 @@ class TileEpilogue {
   // All lanes of the warp. `accumulators` [Atoms][Width / 8][2 rows][2 columns]; of one row alone where Halves is 1.
   template <class Accumulators>
   CUTLASS_DEVICE void finish(Accumulators const& accumulators) {
+    int const first = first_column(0), end = first_column(kGroups);
+    if constexpr (kCopies) {
+      if (end > kKeys) {
+        walk<int>(accumulators);
+        copy();
+      } else {
+        walk<PartColumn<Part::kQuery>>(accumulators);
+      }
+      return;
+    }
     // A path each where registers are left: beside 192 sums three paths would spill.
     if constexpr (Epilogue::kQueryColumns > 0 && Registers > 0) {
-      constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;
-      int const first = first_column(0), end = first_column(kGroups);
       if (end <= kKeys) return walk<PartColumn<Part::kQuery>>(accumulators);
       if (first >= kKeys && end <= kValues) return walk<PartColumn<Part::kKey>>(accumulators);
       if (first >= kValues) return walk<PartColumn<Part::kValue>>(accumulators);
@@ -76,11 +97,16 @@ class TileEpilogue {
   }
 
  private:
+  CUTLASS_DEVICE void fetch(int line) {
+    fetched_[line] = epilogue_.template fetch<4>(row_at(line), row_at(line) < rows_);
+  }
+
   template <class Column, class Accumulators>
   CUTLASS_DEVICE void walk(Accumulators const& accumulators) {
+    constexpr bool kKeeps = kCopies && !std::is_same_v<Column, PartColumn<Part::kQuery>>;
     CUTLASS_PRAGMA_UNROLL
     for (int line = 0; line < kLines; ++line) {
-      if (row_at(line) < rows_) {  // then so are the lines before it
+      if (kCopies || row_at(line) < rows_) {  // then so are the lines before it
         CUTLASS_PRAGMA_UNROLL
         for (int distinct = 0; distinct < kDistinct; ++distinct) {
           int const step = line * kDistinct + distinct;
@@ -88,11 +114,40 @@ class TileEpilogue {
           if (step + kAhead < kSteps) ask(step + kAhead);
           CUTLASS_PRAGMA_UNROLL
           for (int group = distinct; group < kGroups; group += kDistinct) {
-            if (inside(group)) apply<Column>(accumulators, operands, line, group);
+            if (kCopies || inside(group)) apply<Column, kKeeps>(accumulators, operands, line, group);
           }
         }
       }
       epilogue_.template end<4>(lines_[line], row_at(line), tile_, row_at(line) < rows_ && inside(0));
+    }
+  }
+
+  CUTLASS_DEVICE void copy() {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int group = 0; group < kGroups; group += kUnitGroups) {
+      int const column = first_column(group);
+      if (column >= kKeys && column < kValues) {
+        copy(PartColumn<Part::kKey>{column});
+      } else if (column >= kValues && inside(group)) {
+        copy(PartColumn<Part::kValue>{column});
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int next = kUnitGroups; next < kGroups; ++next) kept_[line][next - kUnitGroups] = kept_[line][next];
+      }
+    }
+  }
+
+  // The unit in the first place, of all rows.
+  template <class Column>
+  CUTLASS_DEVICE void copy(Column column) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+      uint4 unit[kUnitGroups];
+      CUTLASS_PRAGMA_UNROLL
+      for (int group = 0; group < kUnitGroups; ++group) unit[group] = kept_[line][group];
+      epilogue_.copy(lines_[line], column, unit);
     }
   }
 
@@ -110,7 +165,7 @@ class TileEpilogue {
     }
   }
 
-  template <class Column, class Accumulators>
+  template <class Column, bool kKeeps, class Accumulators>
   CUTLASS_DEVICE void apply(Accumulators const& accumulators, Operands const& operands, int line, int group) {
     float values[kWidth];
     CUTLASS_PRAGMA_UNROLL
@@ -119,7 +174,10 @@ class TileEpilogue {
       values[2 * pair] = accumulators(index);
       values[2 * pair + 1] = accumulators(index + 1);
     }
-    epilogue_.apply(lines_[line], operands, row_at(line), Column{column_at(group)}, values);
+    if (!kCopies || (row_at(line) < rows_ && inside(group))) {
+      epilogue_.apply(lines_[line], operands, row_at(line), Column{column_at(group)}, values);
+    }
+    if constexpr (kKeeps) kept_[line][group] = keep_bf16x8(values);
   }
 };
 

@@ -1,0 +1,88 @@
+// The INT4 copy of K and V, behind the main pages: what prefill's qkv writes of each tile once the tile is done.
+//
+// A quad holds 32 columns of a row, eight a lane. Those of V are a group of 32 features. K stands in pair order, columns
+// 2 i and 2 i + 1 being features i and i + HeadDim / 2, so that 64 columns are two groups: the even and the odd ones.
+//
+//   lane t of 64 columns of K     32 columns                        the next 32
+//                              8 t  + {0, 2, 4, 6}  + {1, 3, 5, 7}    {0, 2, 4, 6}  {1, 3, 5, 7}
+//   positions of group u          n = 0 .. 3                            n = 4 .. 7
+//             of u + HeadDim / 64                 n = 0 .. 3                          n = 4 .. 7
+#pragma once
+
+#include "epilogue.cuh"
+#include "kv_int4.cuh"
+
+namespace futransformer {
+
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize, class Format>
+struct CopyKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
+  using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
+  using typename Slots::Row;
+  using Page = KvCopyPage<Format, HeadDim>;
+  unsigned char* pages;  // [num_pages, KVHeads, Page::kBytes]
+
+  static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // the operation before says where they are
+  static constexpr int kKept = 24;  // at 128 sums; with none, operands asked for ahead spill
+  // A head, where a group or a block spans one.
+  static constexpr int kUnit = Format::kGroup == 32 && Format::kBlock <= 32 ? 64 : HeadDim;
+
+  CUTLASS_DEVICE CopyKv(unsigned char* copy, long long const* of_rows) : Slots(of_rows), pages(copy) {}
+
+  template <class Column>
+  CUTLASS_DEVICE void apply(Row const&, Nothing, int, Column, float (&)[8]) const {}
+
+  // `column` is the first of a unit; `kept` the unit in BF16, as the main pages have it or would.
+  template <Part kPart>
+  CUTLASS_DEVICE void copy(Row const& state, PartColumn<kPart> column, uint4 const (&kept)[kUnit / 32]) const {
+    constexpr bool kKeys = kPart == Part::kKey;
+    constexpr int kGroups = kUnit / 32, kEven = kGroups / 2;  // groups of K's even columns
+    int const of_part = column.index - QFeatures - (kKeys ? 0 : Slots::kKeyColumns), t = threadIdx.x % 4;
+    unsigned char* const page = pages + size_t(state.slot / PageSize * KVHeads + of_part / HeadDim) * Page::kBytes;
+    int const token = state.slot % PageSize, first = of_part % HeadDim / (kKeys ? 64 : 32);
+
+    float values[kGroups][8];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      float eight[8];
+      unpack_bf16x8(kept[i], eight);
+      CUTLASS_PRAGMA_UNROLL
+      for (int n = 0; n < 8; ++n) {
+        float& value = kKeys ? values[i / 2 + n % 2 * kEven][i % 2 * 4 + n / 2] : values[i][n];
+        value = eight[n];
+      }
+    }
+    if constexpr (kKeys) rotate_keys<Format::kBlock>(values);
+
+    auto const store = [&](auto const& scale, int i) {
+      int const group = kKeys ? first + i % kEven + i / kEven * (HeadDim / 64) : first + i;
+      if constexpr (kKeys) {
+        uint32_t const word = scale.key_word(values[i]);
+        if (state.slot >= 0) *reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)) = word;
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int byte = 0; byte < 4; ++byte) {
+          uint8_t const pair = scale.value_byte(values[i], byte);
+          if (state.slot >= 0) page[Page::value_byte(token, group, t) + 64 * byte] = pair;
+        }
+      }
+      return group;
+    };
+    unsigned char* const part = page + (kKeys ? 0 : Page::kPartBytes);
+    using Scale = KvScale<Format::kMinimum>;
+    if constexpr (Format::kGroup == 0) {
+      Scale const scale = Scale::of(values);
+      if (state.slot >= 0 && t == 0) scale.template store<Page>(part, token, 0);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroups; ++i) store(scale, i);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroups; ++i) {
+        Scale const scale = Scale::of(reinterpret_cast<float const(&)[1][8]>(values[i]));
+        int const group = store(scale, i);
+        if (state.slot >= 0 && t == i) scale.template store<Page>(part, token, group);
+      }
+    }
+  }
+};
+
+}  // namespace futransformer
