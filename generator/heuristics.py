@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
@@ -18,6 +20,8 @@ from .specs.gemm import tile_k
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
 
+_Shape = tuple[int, int]  # a decode GEMM's row_tiles and split_k
+
 MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
 WIDE = 16_384  # output features from which more rows of tiles are walked together
@@ -29,11 +33,14 @@ MIN_STAGES = 3  # one being read, two on their way
 MAX_STAGES = 8
 MAX_STAGE_K = 512
 COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 KB 64.1 us, 4 KB 57.6, 8 KB 57.8)
+LANES_SUMS = 192  # row tiles times sequences that the lanes of a cluster, which load their own x, have registers for
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
 ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
+FEW_STAGE_K = 128  # at least
+BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and ends: about 2 us
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 
@@ -139,21 +146,57 @@ def decode_gemm_spec(
     """The decode GEMM of one projection for up to ``batch_tile`` sequences.
 
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
-    row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
+    row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``. A cluster that
+    writes an INT4 copy has whole units of its columns: see ``_of_units``.
     """
-    element = decode_element(op, precision)
-    if element == INT4:
-        spec = _int4(op, n, k, batch_tile, precision, heads)
-    else:
-        spec = _whole(op, n, k, batch_tile, element, heads)
+    element, copy = decode_element(op, precision), written_copy(op, precision)
+
+    def shaped(shape: _Shape | None) -> DecodeGemmSpec:
+        if element == INT4:
+            return _int4(op, n, k, batch_tile, precision, heads, shape)
+        return _whole(op, n, k, batch_tile, element, heads, shape)
+
+    spec = shaped(None)
+    if copy is not None and heads is not None:
+        spec = _of_units(spec, copy.unit(heads.head_dim) // ROW_TILE, shaped)
     gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
     return replace(spec, kv=written_kv(op, precision), copy=written_copy(op, precision), gain_in_x=gain_in_x)
 
 
-def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
+def _of_units(plain: DecodeGemmSpec, unit: int, shaped: Callable[[_Shape], DecodeGemmSpec]) -> DecodeGemmSpec:
+    """The shape for clusters of whole units of row tiles: that of a plain kernel if it has them.
+
+    Else that whose blocks run all at once and, as far as the plain kernel's do, are enough for every multiprocessor;
+    then that whose busiest multiprocessor is done first. Of equals few row tiles, but many of INT4, where x is most of
+    the traffic. 8B: four in clusters of four up to 8 sequences and of two above, in place of one and six; INT4 eight in
+    clusters of four, in place of six. Not measured yet.
+    """
+    if plain.row_tiles % unit == 0 and plain.batch_tile % plain.split_k == 0:
+        return shaped((plain.row_tiles, plain.split_k))
+    int4 = plain.element == INT4
+    most = {4: 12, 16: 12, 32: 12}.get(plain.batch_tile, 8) if int4 else 8 if plain.batch_tile > 8 else 4
+    most = max(most, unit)
+    shapes = product(range(unit, most + 1, unit), (1, 2, 4))
+    tiles, steps = plain.n // ROW_TILE, plain.k // plain.step_k
+
+    def cost(spec: DecodeGemmSpec) -> tuple[bool, bool, int, int]:
+        whole = spec.split_k == 4 and spec.blocks_per_sm == 1  # see _int4
+        crowded = whole or spec.blocks > spec.blocks_per_sm * _MULTIPROCESSORS
+        own_bytes = spec.row_tiles * spec.weight_bytes(spec.k // spec.split_k)
+        busiest = -(-spec.blocks // _MULTIPROCESSORS) * (own_bytes + BLOCK_BYTES)
+        too_few = spec.blocks < min(MIN_BLOCKS, plain.blocks)
+        return crowded, too_few, busiest, -spec.row_tiles if int4 else spec.row_tiles
+
+    legal = [(rows, split) for rows, split in shapes if tiles % rows == 0 and steps % split == 0]
+    return min(map(shaped, legal), key=cost)
+
+
+def _whole(
+    op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None, shape: _Shape | None
+) -> DecodeGemmSpec:
     """Weights that are an MMA's operand as they are."""
     if batch_tile == 8:
-        return _few(op, n, k, element, heads)
+        return _few(op, n, k, element, heads, shape)
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
     row_tiles = _wide(tiles, batch_tile) or narrow
@@ -161,13 +204,14 @@ def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: He
         blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
             split_k, row_tiles = blocks, blocks * row_tiles
-    if split_k > 1 and batch_tile <= 32:
+    row_tiles, split_k = shape or (row_tiles, split_k)
+    if split_k > 1 and row_tiles * batch_tile <= LANES_SUMS:
         return _clustered(op, n, k, batch_tile, element, heads, row_tiles, split_k)
     # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
     warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
     if row_tiles <= 3 and batch_tile == 16:
         warp_rows = 1
-    warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
+    warps = 8 if batch_tile <= 32 or (shape and split_k == 1) else 6  # fewer leave each warp more steps of a stage
     warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
     half = shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)
     # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
@@ -235,7 +279,7 @@ def _clustered(
     return replace(spec, max_registers=(SCHEDULER_REGISTERS - ATTENTION_REGISTERS) // on_scheduler // 8 * 8)
 
 
-def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
+def _few(op: str, n: int, k: int, element: Element, heads: Heads | None, shape: _Shape | None) -> DecodeGemmSpec:
     """Up to 8 sequences: small blocks, of which three share a multiprocessor, so that one starts while another ends.
 
     One row tile where all blocks run at once and K is short: a block is then little more than its start and end, and
@@ -246,18 +290,22 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> Deco
     """
     tiles = n // ROW_TILE
     one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
-    row_tiles = 1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2
-    stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits)
-    stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
-    x_ahead = max(1, 1024 // stage_k)  # four loads a lane in BF16
-    waves = tiles // row_tiles > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
+    row_tiles, split_k = shape or (1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2, 1)
+    stage_k = max(FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits), FEW_STAGE_K)
+    ring = FEW_STAGES * FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * stage_k * element.bits)
+    stages = max(2, min(ring, -(-k // (split_k * stage_k))))
+    warps = min(8, stage_k // 32)
+    x_ahead = max(1, 128 * warps // stage_k)  # four loads a lane in BF16
+    waves = tiles // row_tiles * split_k > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
     next_at = "lead" if waves else "start"
     return DecodeGemmSpec(
-        op, element, n, k, 8, row_tiles, 1, 8, 1, stages, stage_k, heads, x_ahead, next_at, rotate=waves
+        op, element, n, k, 8, row_tiles, 1, warps, split_k, stages, stage_k, heads, x_ahead, next_at, rotate=waves
     )
 
 
-def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None) -> DecodeGemmSpec:
+def _int4(
+    op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None, shape: _Shape | None
+) -> DecodeGemmSpec:
     """INT4 weights: as many row tiles a block as leave no multiprocessor without one, and where they are few a cluster.
 
     Up to eight sequences a warp has all row tiles and a K of its own, so that it makes integers of its x once: eight
@@ -273,6 +321,7 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
         if blocks * row_tiles <= most and tiles % (blocks * row_tiles) == 0 and units % blocks == 0:
             row_tiles, split_k = blocks * row_tiles, blocks
             break
+    row_tiles, split_k = shape or (row_tiles, split_k)
     by_lanes = batch_tile <= 8 or row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0)
     if by_lanes:
         long = batch_tile == 16 and row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
@@ -283,9 +332,10 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
         room = shared_share(1 if batch_tile > 32 or row_tiles > 8 else 2) - inbox_bytes(batch_tile, row_tiles, split_k)
         step_bytes = group_k * (ROW_TILE * row_tiles * 5 // 8 + 2 * batch_tile)  # at least, of each warp of a row
         fit = min(8 // warp_rows, units // split_k, room // (MIN_STAGES * step_bytes))
-        least = -(-batch_tile // (32 * warp_rows))  # a lane for every sequence
+        lanes = batch_tile if shape is None else 4 * batch_tile // split_k
+        least = -(-lanes // (32 * warp_rows))  # a lane for every sequence
         warp_split = max(least, 1 << max(fit, 1).bit_length() - 1)
-        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 or split_k > 1 else 1
+        steps = max(1, 256 // (warp_split * group_k)) if batch_tile <= 32 or (split_k > 1 and row_tiles < 8) else 1
 
     def spec(stages: int, x_ahead: int) -> DecodeGemmSpec:
         return DecodeGemmSpec(

@@ -51,11 +51,13 @@ class DecodeGemmSpec(KernelSpec):
 
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    With a ``copy`` a block finishes whole units of columns: all of its cluster's, of every split_k-th sequence.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
     template: ClassVar[str] = "decode_gemm_sm90.cu.jinja"
     dependent_launch: ClassVar[bool] = True
+    copies_q: ClassVar[bool] = True  # where K and V are copied, q is stored with the copy, rotated as its K is
 
     op: str
     element: Element
@@ -103,6 +105,14 @@ class DecodeGemmSpec(KernelSpec):
         self.require(
             self.batch_tile <= _LANES * self.warps <= 512, "1 to 16 warps must multiply, with a lane for every sequence"
         )
+        if self.copy is not None and self.heads is not None:
+            unit = self.copy.unit(self.heads.head_dim)
+            whole = self.block_rows % unit == 0
+            self.require(whole, f"row_tiles must hold whole units of {unit} rows to write a copy of {self.copy}")
+            self.require(
+                4 * self.batch_tile <= _LANES * self.warps * self.split_k and self.batch_tile % self.split_k == 0,
+                "split_k must divide batch_tile, and leave four lanes for each of a block's sequences, to write a copy",
+            )
         self.require(self.n % self.block_rows == 0, f"out_features must be a multiple of {self.block_rows}")
         slices = self.split_k * self.step_k
         self.require(self.k % slices == 0, f"in_features must be a multiple of {slices}")

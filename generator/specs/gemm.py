@@ -48,6 +48,7 @@ class GemmSpec(KernelSpec):
     template: ClassVar[str] = "gemm_sm90.cu.jinja"
     instructions: ClassVar[tuple[str, ...]] = ("UTMALDG",)  # and ``wgmma``
     dependent_launch: ClassVar[bool] = True
+    copies_q: ClassVar[bool] = False
 
     op: str
     element: Element

@@ -14,8 +14,12 @@ from transformers.models.llama import modeling_llama
 
 from futransformer.checkpoint import pair_order, rope_table
 from futransformer.generator.config import CONFIGS
+from futransformer.generator.errors import InputError
+from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.precision import get_precision
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.kv_packing import store_tokens
+from futransformer.quantize.kv_int4 import quantise_kv
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 
 CONFIG = replace(
@@ -243,6 +247,32 @@ def test_attention_decode_is_the_last_row_of_prefill() -> None:
     alive = PagedBatch([n for n in lengths if n], [1] * 5)
     alive.q = torch.cat([batch.q[:1], batch.q[2:]])
     assert_same(torch.cat([out[:1], out[2:]]), alive.torch_attention())
+
+
+@pytest.mark.parametrize("form", [KvFormat(), KvFormat(minimum=True, hadamard=0), KvFormat(HEAD, hadamard=64)], ids=str)
+def test_attention_over_a_copy_is_attention_over_what_its_codes_are_worth(form: KvFormat) -> None:
+    lengths = [1, 0, 63, 64, 65, 300]
+    batch = PagedBatch(lengths, [1] * len(lengths))
+    ops = ReferenceOps(CONFIG, dtype=torch.float32, copy=form)
+    # every page packed, those that nobody reads included; the batch's pages become what the codes are worth
+    kv_copy = torch.zeros(len(batch.k_pages), 2, form.page_bytes(HEADS.head_dim), dtype=torch.uint8)
+    slots = torch.arange(len(batch.k_pages) * PAGE_SIZE)
+    tokens = [pages.transpose(1, 2).flatten(0, 1).nan_to_num(0) for pages in (batch.k_pages, batch.v_pages)]
+    keys, values = (quantise_kv(each, form) for each in tokens)
+    store_tokens(kv_copy, slots, keys, values, form)
+    for pages, codes in ((batch.k_pages, keys), (batch.v_pages, values)):
+        pages.copy_(codes.worth().view(-1, PAGE_SIZE, 2, HEADS.head_dim).transpose(1, 2))
+    want = batch.decode(ops)
+    batch.k_pages.fill_(torch.nan)
+    batch.v_pages.fill_(torch.nan)
+    arguments = (batch.q, batch.k_pages, batch.v_pages, batch.block_table, batch.seqlens_k)
+    attended = ops.attention_decode(*arguments, max_seqlen_k=300, kv_copy=kv_copy)
+    assert_same(attended, want)
+    same_type = ReferenceOps(CONFIG, copy=form)
+    rounded = same_type.attention_decode(*arguments, max_seqlen_k=300, kv_copy=kv_copy)
+    assert 0 < largest_error(rounded, want) <= 2.0**-7 * float(want.abs().max())
+    with pytest.raises(InputError, match="knows no form of an INT4 copy"):
+        EXACT.attention_decode(*arguments, max_seqlen_k=300, kv_copy=kv_copy)
 
 
 def test_queries_that_see_no_key_give_zeros() -> None:

@@ -12,7 +12,7 @@
 
 // Stores scaled sums, and adds up what it stored: every call of the epilogue's protocol.
 struct StoreScaled {
-  static constexpr int kWidth = 8;
+  static constexpr int kWidth = 8, kUnit = 0;
   struct Row {
     float scale;
     float sum;

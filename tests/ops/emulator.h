@@ -520,6 +520,11 @@ template <class T>
 T __ldg(T const* source) {
   return *source;
 }
+template <class T>
+void __stcg(T* target, T const& value) {
+  emulator::expect(reinterpret_cast<uintptr_t>(target) % sizeof(T) == 0, "a misaligned store");
+  *target = value;
+}
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   uint64_t const bytes = uint64_t(high) << 32 | low;
   uint32_t chosen = 0;

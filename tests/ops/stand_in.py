@@ -91,8 +91,9 @@ class StandInKernel:
         written = arguments["out" if fp8 is None else "out_fp8"] if spec.op != "qkv" else arguments["q"]
         if spec.op == "qkv":
             state = (arguments[name] for name in ("rope_table", "positions", "slots", "k_pages", "v_pages"))
-            kv_scale = arguments.get("kv_scale")
-            q = self.ops.qkv("prefill", x, arguments["sumsq"], logical, *state, scale=scale, kv_scale=kv_scale)
+            cache: dict[str, Any] = {name: arguments.get(name) for name in ("kv_scale", "kv_copy")}
+            of_phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
+            q = self.ops.qkv(of_phase, x, arguments["sumsq"], logical, *state, scale=scale, **cache)
             written.copy_(q)
         elif spec.op in ("o", "down"):
             phase: Phase = "prefill" if isinstance(spec, GemmSpec) else "decode"
@@ -145,12 +146,12 @@ def stand_in_library(
     mixed: bool = False,
 ) -> KernelLibrary:
     """Build the library of a model on stand-ins; tensor maps are the tensors themselves while the patch lasts."""
-    ops = ReferenceOps(config)
+    precision = get_precision(precision)
+    ops = ReferenceOps(config, copy=precision.copy)
     monkeypatch.setattr(library, "Kernel", lambda spec, *_: kernel(spec, ops))
     for module in (attention_decode, attention_prefill, gemm):
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
-    precision = get_precision(precision)
     plan = make_plan(config, precision, mixed=mixed)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)

@@ -7,9 +7,10 @@
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
 // streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
 // WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
-// every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns: every
-// block adds the sums of its warps, and sends what others finish into their shared memory. All sums are added in a fixed
-// order. No result depends on timing, nor on what the other sequences of the batch hold.
+// every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns, or of the rows where
+// the epilogue takes columns in units: every block adds the sums of its warps, and sends what others finish into their
+// shared memory. All sums are added in a fixed order. No result depends on timing, nor on what the other sequences of the
+// batch hold.
 //
 // x comes in one of two ways. Every lane loads its own share from L2, XAhead stages ahead: a warp with all row tiles of
 // the block to itself then needs each element once. Or, with XAhead = 0, x travels in the ring, beside the weights of
@@ -43,6 +44,16 @@ namespace futransformer {
 
 // When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
 enum class NextAt { Start, Lead, End };
+
+// A row's `Columns` columns in shared memory, as the chain has left them for an operation that takes units of them, and
+// its `Lanes` lanes.
+template <int Columns, int Lanes>
+struct FinishedRow {
+  static constexpr int kColumns = Columns, kLanes = Lanes;
+  float const* values;  // of any row, where this one is not valid
+  int row;
+  bool valid;
+};
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
           int StageK, int XAhead, NextAt Next, bool Rotate>
@@ -94,15 +105,32 @@ struct DecodeGemm {
   static_assert(BatchTile % kTileBatch == 0 || (kSplit && kPaired), "four sequences are for integers");
   static_assert(kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
 
-  // In the epilogue a group of lanes, a power of two, shares a row.
-  static constexpr int kRowLanes = [] {
-    int lanes = kLanes;
-    while (lanes * BatchTile > kConsumers * kLanes) lanes /= 2;
-    return lanes;
-  }();
+  // What each block of a cluster finishes: some columns of all rows, or all columns of every kStride-th row.
+  template <bool ByRows>
+  struct Share {
+    static constexpr int kRows = ByRows ? BatchTile / Cluster : BatchTile;
+    static constexpr int kStride = ByRows ? Cluster : 1;
+    static constexpr int kWidth = ByRows ? kColumns : kOwnColumns;
+    static_assert(kRows * kWidth == BatchTile * kOwnColumns, "rows must divide among the blocks");
 
-  // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
-  static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
+    // In the epilogue a group of lanes, a power of two, shares a row.
+    static constexpr int kRowLanes = [] {
+      int lanes = kLanes;
+      while (lanes * kRows > kConsumers * kLanes) lanes /= 2;
+      return lanes;
+    }();
+
+    // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
+    static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
+
+    // Of m rows, this block's.
+    CUTLASS_DEVICE static int rows(int m) { return ByRows ? (m - rank() + Cluster - 1) / Cluster : m; }
+    CUTLASS_DEVICE static int row(int own) { return ByRows ? own * Cluster + rank() : own; }
+    // Its first column, of those that the cluster multiplies.
+    CUTLASS_DEVICE static int first_column() { return ByRows ? 0 : rank() * kOwnColumns; }
+    CUTLASS_DEVICE static int block() { return ByRows ? int(blockIdx.x) / Cluster : int(blockIdx.x); }
+    using Inbox = float[Cluster > 1 ? Cluster - 1 : 1][kRows][kWidth];  // what arrives from the other blocks
+  };
 
   template <int Bytes>
   struct Room {
@@ -130,7 +158,7 @@ struct DecodeGemm {
   };
   // What the other blocks send, by rank (one's own left out). It may come while the ring is still being read.
   struct OneOfCluster : OneBlock {
-    alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];
+    alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];  // or whole rows of BatchTile / Cluster
     alignas(16) Barrier arrived;  // the others' sums are all there
   };
   using Shared = std::conditional_t<Cluster == 1, OneBlock, OneOfCluster>;
@@ -160,6 +188,8 @@ struct DecodeGemm {
     int const warp = threadIdx.x / kLanes;
     int const lane = threadIdx.x % kLanes;
     bool const is_producer = warp == kConsumers;
+    using Own = Share<(Epilogue::kUnit > 0)>;
+    constexpr int kRowLanes = Own::kRowLanes;
 
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < Stages; ++slot) {
@@ -168,7 +198,7 @@ struct DecodeGemm {
       }
       if constexpr (Cluster > 1) {
         shared.arrived.init(1);
-        shared.arrived.arrive_and_expect_tx((Cluster - 1) * m * kOwnColumns * int(sizeof(float)));
+        shared.arrived.arrive_and_expect_tx((Cluster - 1) * Own::rows(m) * Own::kWidth * int(sizeof(float)));
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -177,12 +207,12 @@ struct DecodeGemm {
 
     // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
     constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kVectors = kOwnColumns / kWidth;
-    static_assert(kOwnColumns % kWidth == 0, "a block finishes whole vectors");
-    int const row = threadIdx.x / kRowLanes;
+    constexpr int kVectors = Own::kWidth / kWidth;
+    static_assert(Own::kWidth % kWidth == 0, "a block finishes whole vectors");
+    int const row = Own::row(threadIdx.x / kRowLanes);
     int vector = threadIdx.x % kRowLanes;
     bool const is_row = row < m;
-    auto const column = [](int vector) { return (int(blockIdx.x) * kVectors + vector) * 8; };
+    auto const column = [](int vector) { return (Own::block() * kVectors + vector) * 8; };
     typename Epilogue::Row state = {};
     typename Epilogue::Operands operands = {};
 
@@ -192,7 +222,7 @@ struct DecodeGemm {
     } else {
       multiply(shared, x, m, warp, lane, sums, [&] {
         wait_for_previous_kernel();
-        state = epilogue.template begin<kRowLanes, kRowLoads>(row, is_row);
+        state = epilogue.template begin<kRowLanes, Own::kRowLoads>(row, is_row);
         if (is_row && vector < kVectors) operands = epilogue.load(state, row, column(vector));
       });
     }
@@ -202,20 +232,31 @@ struct DecodeGemm {
     __syncthreads();
     if constexpr (Cluster > 1) {
       wait_for_cluster();
-      if (is_row) send<kWidth>(shared, row, vector);
+      if constexpr (Own::kStride > 1) {
+        send_rows<kWidth>(shared, m);
+      } else {
+        if (is_row) send<kWidth>(shared, row, vector);
+      }
       wait(shared.arrived, 0);
     }
 
     while (is_row && vector < kVectors) {
       float values[kWidth];
-      add_partials(shared, row, rank() * kOwnColumns + vector * kWidth, values);
+      add_partials(shared, row, Own::first_column() + vector * kWidth, values);
       if constexpr (Cluster > 1) {
+        auto const& inbox = reinterpret_cast<typename Own::Inbox const&>(shared.inbox);
         CUTLASS_PRAGMA_UNROLL
-        for (int other = 0; other < Cluster - 1; ++other) add(shared.inbox[other][row] + vector * kWidth, values);
+        for (int other = 0; other < Cluster - 1; ++other) add(inbox[other][row / Own::kStride] + vector * kWidth, values);
       }
       epilogue.apply(state, operands, row, column(vector), values);
+      if constexpr (Epilogue::kUnit > 0) keep(shared.partial[0][row] + vector * kWidth, values);
       vector += kRowLanes;
       if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
+    }
+    if constexpr (Epilogue::kUnit > 0) {
+      __syncwarp();
+      float const* const finished = shared.partial[0][is_row ? row : 0];
+      if (!is_producer) epilogue.copy(state, column(0), FinishedRow<kColumns, kRowLanes>{finished, row, is_row});
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
   }
@@ -543,7 +584,7 @@ struct DecodeGemm {
   // waits for loads from another multiprocessor.
   template <int Width>
   CUTLASS_DEVICE static void send(Shared& shared, int row, int first) {
-    constexpr int kVectors = kOwnColumns / Width;
+    constexpr int kVectors = kOwnColumns / Width, kRowLanes = Share<false>::kRowLanes;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int vector = first; vector < (Cluster - 1) * kVectors; vector += kRowLanes) {
       int const other = vector / kVectors;
@@ -551,12 +592,41 @@ struct DecodeGemm {
       int const column = vector % kVectors * Width;
       float values[Width];
       add_partials(shared, row, to * kOwnColumns + column, values);
-      float* const inbox = &shared.inbox[rank() - (rank() > to)][row][column];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Width; i += 4) {
-        float4 const four = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
-        store_in_block(four, inbox + i, shared.arrived, to);
-      }
+      send_vector(shared, to, shared.inbox[rank() - (rank() > to)][row] + column, values);
+    }
+  }
+
+  // Where a block finishes all columns of some rows: one lane after another, of the other blocks' rows.
+  template <int Width>
+  CUTLASS_DEVICE static void send_rows(Shared& shared, int m) {
+    constexpr int kVectors = kColumns / Width;
+    auto& inbox = reinterpret_cast<typename Share<true>::Inbox&>(shared.inbox);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int item = threadIdx.x; item < m * kVectors; item += kThreads) {
+      int const row = item / kVectors, column = item % kVectors * Width, to = row % Cluster;
+      if (to == rank()) continue;
+      float values[Width];
+      add_partials(shared, row, column, values);
+      send_vector(shared, to, inbox[rank() - (rank() > to)][row / Cluster] + column, values);
+    }
+  }
+
+  // Sums to block `to`, where `inbox` is in its shared memory.
+  template <int Width>
+  CUTLASS_DEVICE static void send_vector(Shared& shared, int to, float* inbox, float const (&values)[Width]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width; i += 4) {
+      float4 const four = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+      store_in_block(four, inbox + i, shared.arrived, to);
+    }
+  }
+
+  // Where the lane has just read its sums, which nobody else reads.
+  template <int Width>
+  CUTLASS_DEVICE static void keep(float* place, float const (&values)[Width]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Width; i += 4) {
+      *reinterpret_cast<float4*>(place + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
     }
   }
 

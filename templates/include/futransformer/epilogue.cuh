@@ -12,8 +12,8 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //   chain.conclude();                              once, behind all else; all lanes of the warp call it
 //
-// Prefill alone calls chain.copy(row, column, kept), all lanes of the warp, behind apply() of kUnit columns of K or V:
-// their values in BF16, as a quad holds them.
+// Where an operation takes columns in units (kUnit), a caller gives them to chain.copy(row, column, kept) as well, all lanes
+// of the warp, behind apply() of them.
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
 // chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read
@@ -218,8 +218,8 @@ struct KvSlots : Operation {
   }
 };
 
-// Q to its row, K and V to their slots.
-template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
+// Q to its row, unless another operation stores it; K and V to their slots.
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize, bool StoresQ = true>
 struct ScatterKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
   using typename Slots::Row;
@@ -233,6 +233,7 @@ struct ScatterKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       : Slots(of_rows), q(queries), k_pages(keys), v_pages(values) {}
 
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
+    if (!StoresQ && column < QFeatures) return;
     bf16* target = q + size_t(row) * QFeatures + column;
     if (column >= QFeatures) {
       if (state.slot < 0) return;

@@ -157,7 +157,7 @@ struct StoreFp8 : Fp8Scale {
 
 // ScatterKv into pages of E4M3. `kv_scale` [2]: what a code of K, and of V, is worth; beyond 448 of it they saturate. It
 // is read where it is used: beside 192 sums a prefill tile has no register to keep it in.
-template <int QFeatures, int KVHeads, int HeadDim, int PageSize>
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize, bool StoresQ = true>
 struct ScatterKvFp8 : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
   using typename Slots::Row;
@@ -172,6 +172,7 @@ struct ScatterKvFp8 : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       : Slots(of_rows), q(queries), k_pages(keys), v_pages(values), kv_scale(scales) {}
 
   CUTLASS_DEVICE void apply(Row const& state, Nothing, int row, int column, float (&values)[8]) const {
+    if (!StoresQ && column < QFeatures) return;
     if (column < QFeatures) return apply(state, {}, row, PartColumn<Part::kQuery>{column}, values);
     if (state.slot < 0) return;
     bool const is_k = column < QFeatures + kKeyColumns;
