@@ -1,4 +1,4 @@
-"""decode_step/8b/{bf16,int4}/head=bf16/B=.../ctx=...: a whole step, from newest tokens' embedding to the next tokens.
+"""decode_step/8b/{bf16,int4,int4-kv4}/head=bf16/B=.../ctx=...: a whole step, from tokens' embedding to the next tokens.
 
 Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph) run the same random model;
 the check compares the logits that the next tokens come from, after all layers.
@@ -38,7 +38,7 @@ def cases() -> Sequence[Case]:
             default=(batch, context) in DEFAULT,
             precision=precision,
         )
-        for precision in ("bf16", "int4")
+        for precision in ("bf16", "int4", "int4-kv4")
         for batch in BATCHES
         for context in CONTEXTS
     ]
@@ -72,7 +72,7 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     def expected() -> Sequence[Expected]:
         answers = []
         for dtype in (torch.float32, torch.bfloat16):
-            reference = ReferenceOps(config, device=device, dtype=dtype)
+            reference = ReferenceOps(config, device=device, dtype=dtype, copy=inputs.form)
             embedded = reference.gather_rows("decode", embedding, tokens)
             stream = inputs.reference_walk(reference, embedded, config.num_hidden_layers)
             answers.append(reference.lm_head("decode", stream.x, stream.sumsq, head))
