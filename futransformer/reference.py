@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
-from futransformer.quantize.int4 import Int4Weight
+from futransformer.ops.interface import DecodeWeight, Fp8Output, Phase, Projection, Stream
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -54,13 +53,14 @@ class ReferenceOps:
         """See Ops.chain; nothing overlaps here."""
         return nullcontext()
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
         """Return the logical weight in float32, converted once; both phases share it.
 
         INT4 is dequantised, which loses nothing: a product of its values with BF16 fits float32 as well, so sums differ
-        from those of codes by group, times the scale, in the order of their additions alone.
+        from those of codes by group, times the scale, in the order of their additions alone. So is an Fp8Weight, whose
+        values float32 rounds once more.
         """
-        if isinstance(logical, Int4Weight):
+        if not isinstance(logical, Tensor):
             return logical.to(self.device).dequantise()
         if self._packed is None or self._packed[0] is not logical:
             self._packed = (logical, logical.to(self.device, torch.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .int4 import ROW_TILE, packed_group
-from .precision import E4M3, INT4, Element, Precision
+from .precision import BF16, E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
@@ -53,7 +53,7 @@ def gemm_specs(
     unless sums are promoted.
     """
     table = table or shipped_table()
-    element = precision.head if op == "lm_head" else precision.prefill
+    element = BF16 if op == "lm_head" else precision.prefill
 
     def spec(schedule: _Schedule) -> GemmSpec:
         return spec_of(Place(op, element.name, n, k, None), schedule, heads, precision)
@@ -146,12 +146,16 @@ def decode_gemm_spec(
 
 
 def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:
-    """Weights that are an MMA's operand as they are."""
+    """Weights that are an MMA's operand, or codes that become one, whose rows have one scale if any.
+
+    The rules are BF16's, which were measured. Of E4M3 x is twice as large beside the weights: a block that may have
+    more row tiles has those of twice as many sequences.
+    """
     if batch_tile == 8:
         return _few(op, n, k, element, heads)
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
-    row_tiles = _wide(tiles, batch_tile) or narrow
+    row_tiles = _wide(tiles, batch_tile * BF16.bits // element.bits) or narrow
     if row_tiles < MIN_ROW_TILES:
         blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
@@ -202,6 +206,8 @@ def _clustered(
     bits = element.bits
     warps = 4
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
+    if bits < BF16.bits and row_tiles * batch_tile > MIN_ROW_TILES * 32:
+        stage_k //= 2  # a lane's x of two stages, beside more sums than this, is more than its registers hold
     alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
     room = SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - BESIDE_BYTES if alone else shared_share(2)
     fit = (room - inbox_bytes(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
@@ -242,9 +248,12 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None) -> Deco
     tiles = n // ROW_TILE
     one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
     row_tiles = 1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2
+    twice = row_tiles * BF16.bits // element.bits
+    if tiles % twice == 0 and tiles // twice >= MIN_BLOCKS:  # x of as many bytes beside the weights
+        row_tiles = twice
     stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits)
     stages = max(2, min(FEW_STAGES, -(-k // stage_k)))
-    x_ahead = max(1, 1024 // stage_k)  # four loads a lane in BF16
+    x_ahead = 1024 // stage_k if element == BF16 else LANES_AHEAD  # four loads a lane in BF16
     waves = tiles // row_tiles > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
     next_at = "lead" if waves else "start"
     return DecodeGemmSpec(

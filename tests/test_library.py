@@ -32,6 +32,7 @@ from futransformer.generator.plan import kernel_specs
 from futransformer.generator.specs import ABI_VERSION, KernelSpec
 from futransformer.library import KernelLibrary, load_kernels
 from futransformer.ops.interface import PROJECTIONS
+from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.int4 import round_to_nearest
 from tests.ops.stand_in import stand_in_library
 
@@ -236,6 +237,24 @@ def test_codes_are_packed_where_they_are_read_and_nowhere_else(exported: Path, m
     assert fp8.pack("o", "decode", weight).dtype == torch.bfloat16
     with pytest.raises(InputError, match=r"reads torch.float8_e4m3fn, give it codes .*quantize_weight, not "):
         fp8.pack("o", "prefill", weight)
+
+
+def test_e4m3_of_decode_is_packed_with_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_library(SMALL, monkeypatch, precision="fp8-fp8-head4")
+    logical = torch.randn(576, 576).bfloat16()
+    weight = quantize_weight("o", logical, "channel")
+    packed = kernels.pack("o", "decode", weight)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (576 * 580,))
+    assert kernels.pack("o", "prefill", weight.codes).dtype == torch.float8_e4m3fn
+    for wrong in (logical, weight.codes, packed):
+        with pytest.raises(InputError, match=r"the decode kernel reads E4M3, give it an Fp8Weight of .*, not torch\."):
+            kernels.pack("o", "decode", wrong)
+    with pytest.raises(InputError, match=r"the decode kernel reads E4M3, .*, not INT4"):
+        kernels.pack("o", "decode", round_to_nearest("o", logical, 128))
+    with pytest.raises(InputError, match=r"reads torch\.float8_e4m3fn, give it codes .*, not E4M3"):
+        kernels.pack("o", "prefill", weight)
+    with pytest.raises(InputError, match=r"the decode kernel reads INT4, .*, not E4M3"):
+        kernels.pack("lm_head", "decode", weight)
 
 
 def test_int4_is_packed_where_it_is_read_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

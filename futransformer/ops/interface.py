@@ -11,12 +11,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+DecodeWeight = Tensor | Fp8Weight | Int4Weight  # a logical weight in any of the types that decode reads
 
 
 class Stream(NamedTuple):
@@ -66,9 +68,9 @@ class Ops(Protocol):
         """
         ...
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
-        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16, E4M3 codes where the phase reads FP8,
-        an Int4Weight where it reads INT4. Scales of INT4 are inside what comes out.
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
+        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16; where prefill reads FP8, E4M3 codes;
+        where decode reads FP8 or INT4, an Fp8Weight or an Int4Weight, whose scales are inside what comes out.
         """
         ...
 

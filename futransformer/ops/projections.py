@@ -40,7 +40,12 @@ class ProjectionGemm(Protocol):
 
     @property
     def weight_type(self) -> torch.dtype:
-        """Type of the packed weight; uint8 where it is INT4, with its scales."""
+        """Type of the packed weight; uint8 where scales are inside it."""
+        ...
+
+    @property
+    def element(self) -> Element:
+        """What the weight consists of."""
         ...
 
     @property

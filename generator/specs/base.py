@@ -133,6 +133,8 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     "scaled_swiglu": (*_ROWSCALE, _SCALE),
     # FP8 operands whose weight has a scale a row: scale [N], in the order of the chain's columns
     "channelscale": (_SCALE,),
+    # the same where the scales lie behind the packed codes of a decode weight
+    "weightscale": (),
     # x scale [1], + residual
     "scaled_residual": (_SCALE, pointer("residual", "const cutlass::bfloat16_t")),
     # + residual [rows, N]; may alias out

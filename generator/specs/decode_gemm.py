@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
-from ..precision import BF16, INT4, Element
+from ..packed import e4m3_bytes
+from ..precision import BF16, E4M3, INT4, Element
 from .base import (
     DECODE_EPILOGUES,
     MAX_SHARED_BYTES,
@@ -47,6 +48,7 @@ class DecodeGemmSpec(KernelSpec):
     (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
 
+    E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
@@ -155,9 +157,13 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes."""
+        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes; E4M3:
+        bytes.
+        """
         if self.element == INT4:
             return (self.n // ROW_TILE, self.k // self.group_k, unit_bytes(self.group_k, self.zero_points))
+        if self.element == E4M3:
+            return (e4m3_bytes(self.n, self.k),)
         elements = LANE_BYTES * 8 // self.element.bits
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
@@ -179,10 +185,13 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def epilogue(self) -> tuple[str, ...]:
-        """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
+        """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32, and
+        scales that lie behind the weight.
+        """
         if self.gain_in_x:
             return ("residual_f32_gain",)
-        return with_kv(DECODE_EPILOGUES[self.op], self.kv)
+        scaled = ("weightscale",) if self.element == E4M3 else ()
+        return (*scaled, *with_kv(DECODE_EPILOGUES[self.op], self.kv))
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from futransformer import library
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import INT4, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import (
     PAGE_SIZE,
     ArgmaxSpec,
@@ -31,7 +31,7 @@ from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.ops.interface import Fp8Output, Phase, Projection
-from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
+from futransformer.packing import unpack_decode, unpack_e4m3, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear, with_gain
 from tests.ops.int4 import SPLIT_BATCH, as_integers
 
@@ -76,6 +76,8 @@ class StandInKernel:
             logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
             if spec.batch_tile <= SPLIT_BATCH:
                 x = as_integers(x, spec.group_k)
+        elif spec.element == E4M3:
+            logical = unpack_e4m3(op, weight, spec.n).dequantise()
         else:
             logical = unpack_decode(op, weight, spec.n).float()
         scale = arguments.get("scale")

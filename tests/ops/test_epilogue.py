@@ -22,15 +22,18 @@ from futransformer.generator.precision import E4M3, E4M3_MAX, Precision, get_pre
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
-from futransformer.packing import pack_decode, pack_prefill, pack_scale
+from futransformer.packing import pack_decode, pack_e4m3, pack_prefill, pack_scale
+from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
 from futransformer.reference import ReferenceOps, scaled_linear
 from tests.ops.fp8 import EARLIER_COUNT, fp8_output, quantised
 from tests.ops.tolerance import e4m3_step
 
 BF16, FP8, GAIN = get_precision("bf16"), get_precision("fp8"), get_precision("int4-gain")
 BY_CHANNEL = replace(FP8, weight_scales="channel")
+DECODE_FP8 = get_precision("bf16-fp8-head8")
 KV8, FP8_KV8 = get_precision("bf16-kv8"), get_precision("fp8-kv8")
 ROWS = (1, 17, 37)  # of the 48 that three warps of the prefill hold
+E4M3_OPERAND = 2.0**-120  # what a code of 1 is worth as an operand
 ROOM = 3  # rows behind the last: nobody may write them
 
 # No N is a multiple of its tile; the padding of the vocabulary has columns of its own.
@@ -43,6 +46,7 @@ CHAINS: dict[str, tuple[Phase, Precision]] = {
     "prefill": ("prefill", BF16),
     "decode": ("decode", BF16),
     "decode-gain": ("decode", GAIN),
+    "decode-fp8": ("decode", DECODE_FP8),
     "prefill-fp8-tensor": ("prefill", FP8),
     "prefill-fp8-channel": ("prefill", BY_CHANNEL),
     "prefill-kv8": ("prefill", KV8),
@@ -92,6 +96,10 @@ class Problem:
         self.residual_f32 = normal(rows, config.hidden_size) * 4
         self.residual = self.residual_f32.bfloat16()
         self.gain = torch.rand(config.hidden_size, generator=generator) + 0.5 if precision.gain_in_x else None
+        self.weight: Fp8Weight | None = None
+        if precision.decode == E4M3:
+            self.weight = quantize_weight(op, self.logical, "channel")
+            self.logical = self.weight.dequantise()
         self.scale: Tensor | None = None
         if precision.prefill == E4M3:
             self._quantise(precision)
@@ -142,6 +150,9 @@ class Problem:
             "out": out,
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
         }
+        if self.weight is not None:
+            files["sums"] = scaled_linear(self.x, self.weight.codes, None)[:, order].contiguous() * E4M3_OPERAND
+            files["weight"] = pack_e4m3(self.op, self.weight)
         if self.gain is not None:
             files["gain"] = self.gain
         if self.scale is not None:
@@ -231,7 +242,7 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
         (Problem(config, op, rows, precision), spec)
         for op in OPS_OF[head_dim]
         # the head is BF16 in all, and a gain belongs to what o and down write
-        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision is BF16)))
+        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision in (BF16, DECODE_FP8))))
         and (op in ("o", "down") or not precision.gain_in_x)
         for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))
@@ -247,7 +258,9 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
     template = environment.from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
     emulate(
         "epilogue",
+        "e4m3_operand",
         "epilogue_fp8",
+        "weight_scale",
         "tile_epilogue",
         source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
         runs=runs,
