@@ -67,6 +67,11 @@ class Precision:
     gain_in_x: bool = False
 
     @property
+    def decodes_codes(self) -> bool:
+        """Whether decode reads codes that a prefill does not: of its projections, or of its head."""
+        return self.decode != BF16 or self.head != BF16
+
+    @property
     def suffix(self) -> str:
         """The end of its name, behind what the projections read: that of the head, then that of the cache."""
         head = next((suffix for suffix, element in _HEADS.items() if element == self.head), "")
