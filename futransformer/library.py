@@ -29,9 +29,17 @@ from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, Attent
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
-from futransformer.ops.interface import PROJECTIONS, DecodeWeight, Fp8Output, Phase, Projection, Stream
+from futransformer.ops.interface import (
+    PROJECTIONS,
+    DecodeWeight,
+    Fp8Output,
+    NextTokens,
+    Phase,
+    Projection,
+    Stream,
+)
 from futransformer.ops.projections import ProjectionGemm, Projections
-from futransformer.ops.rows import Argmax, GatherRows
+from futransformer.ops.rows import Argmax, ArgmaxParts, GatherRows
 from futransformer.ops.validate import check_phase
 from futransformer.packing import pack_decode, pack_e4m3, pack_int4, pack_prefill, pack_scale
 from futransformer.quantize.fp8 import Fp8Weight
@@ -94,6 +102,7 @@ class KernelLibrary:
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
+        self._argmax_parts = ArgmaxParts(kernel(plan.argmax_parts))
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -274,6 +283,14 @@ class KernelLibrary:
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""
         return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """See Ops.next_tokens."""
+        padded = padded_vocab(self.config.vocab_size)
+        found, best = self._projections.decode_head(x, sumsq, weight, padded, logits=logits)
+        return NextTokens(self._argmax_parts(best, out), found if logits else None)
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.ops.interface import DecodeWeight, Fp8Output, Phase, Projection, Stream
+from futransformer.ops.interface import DecodeWeight, Fp8Output, NextTokens, Phase, Projection, Stream
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -216,6 +216,13 @@ class ReferenceOps:
         """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
         logits = self._normalised_linear(x, sumsq, weight)
         return F.pad(logits, (0, -self.vocab_size % 64), value=torch.nan)[:, : self.vocab_size]
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """See Ops.next_tokens."""
+        all_logits = self.lm_head("decode", x, sumsq, weight)
+        return NextTokens(self.argmax(all_logits, out=out), all_logits if logits else None)
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax. NaN never wins over a number."""

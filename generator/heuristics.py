@@ -129,9 +129,15 @@ def batch_tiles(op: str, precision: Precision) -> tuple[int, ...]:
 
 
 def decode_gemm_spec(
-    op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None = None
+    op: str,
+    n: int,
+    k: int,
+    batch_tile: int,
+    precision: Precision,
+    heads: Heads | None = None,
+    vocab_size: int | None = None,
 ) -> DecodeGemmSpec:
-    """The decode GEMM of one projection for up to ``batch_tile`` sequences.
+    """The decode GEMM of one projection for up to ``batch_tile`` sequences; ``vocab_size`` is of lm_head, by default n.
 
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``.
@@ -142,7 +148,8 @@ def decode_gemm_spec(
     else:
         spec = _whole(op, n, k, batch_tile, element, heads)
     gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
-    return replace(spec, kv=written_kv(op, precision), gain_in_x=gain_in_x)
+    padded_from = 0 if vocab_size in (None, n) else vocab_size
+    return replace(spec, kv=written_kv(op, precision), gain_in_x=gain_in_x, vocab_size=padded_from)
 
 
 def _whole(op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None) -> DecodeGemmSpec:

@@ -15,7 +15,7 @@ from futransformer.ops.validate import check_vector_arguments
 from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
-ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
+ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out", "best"})
 
 
 class DecodeGemm:

@@ -40,6 +40,13 @@ class Fp8Output(NamedTuple):
     saturated: Tensor  # int32 [1]: raised by the number of values beyond 448 scales
 
 
+class NextTokens(NamedTuple):
+    """The likeliest next token of T sequences, and the logits by which they were chosen, if these were asked for."""
+
+    tokens: Tensor  # int32 [T]
+    logits: Tensor | None  # as Ops.lm_head gives them
+
+
 class Ops(Protocol):
     """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates.
 
@@ -183,6 +190,12 @@ class Ops(Protocol):
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """Return float32 logits [T, vocab_size]; a view of a padded row when the vocabulary is not a multiple of 64."""
+        ...
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """Decode's ``lm_head`` and the ``argmax`` of its logits in one; logits are written if they are asked for."""
         ...
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -51,6 +51,7 @@ class DecodeGemmSpec(KernelSpec):
     E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    The head's columns from ``vocab_size`` on, if that is not 0, are padding, which is never the likeliest token.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
@@ -77,6 +78,7 @@ class DecodeGemmSpec(KernelSpec):
     zero_points: bool = False
     gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         self.require(
@@ -89,6 +91,8 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require(self.kv == BF16 or self.op == "qkv", "pages are written by qkv alone")
+        head_columns = self.n if self.op == "lm_head" else 1
+        self.require(self.vocab_size in range(head_columns), "vocab_size belongs to lm_head, and is less than its n")
         integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
@@ -197,6 +201,7 @@ class DecodeGemmSpec(KernelSpec):
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
+        shape += f"_v{self.vocab_size}" if self.vocab_size else ""
         groups = f"g{self.group_k}" + "z" * self.zero_points if self.group_k else ""
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
@@ -264,5 +269,5 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def sumsq_parts(self) -> int:
-        """Columns of sumsq_out: one partial sum a sequence and block."""
+        """Columns of sumsq_out, or of best: one partial result a sequence and block."""
         return self.blocks

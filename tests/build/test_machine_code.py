@@ -40,6 +40,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
         *in_turn(plan.decode),
         plan.attention_decode,
         plan.argmax,
+        plan.argmax_parts,
     )
 
 

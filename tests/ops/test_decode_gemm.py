@@ -131,6 +131,7 @@ class Problem:
             outputs["out"] = self.poisoned(ROOM, self.n // 2)
         else:
             outputs["out"] = self.poisoned(ROOM, self.n, dtype=torch.float32)
+            outputs["best"] = self.poisoned(ROOM, 2 * gemm.sumsq_parts(m), dtype=torch.float32)
         cut = {name: tensor if "pages" in name else tensor[:m] for name, tensor in outputs.items()}
         gemm.launch(x[:m], self.weight, **arguments, **cut)
         for name, tensor in outputs.items():
@@ -180,6 +181,13 @@ def assert_close(problem: Problem, outputs: Tensors, rows: int) -> None:
         assert largest_error(actual, want) <= limit, name
         relative = worst_block(actual, want)
         assert relative <= 4 * rounding, f"{name}: a block of 16 columns is off by {relative:.3e}"
+    if "best" in outputs:
+        logits = outputs["out"][:rows, : problem.ops.config.vocab_size]
+        values, index = outputs["best"][:rows].view(rows, -1, 2).unbind(2)
+        part = values.max(1).indices[:, None]
+        token = index.contiguous().view(torch.int32).gather(1, part)
+        assert torch.equal(token[:, 0].long(), logits.argmax(1)), "another token than that of the largest logit"
+        assert torch.equal(values.gather(1, part), logits.gather(1, token.long()))
     if "sumsq_out" in outputs:
         assert torch.equal(outputs["out"][:rows], with_gain(outputs["residual"][:rows], problem.gain).bfloat16())
         parts = outputs["residual"][:rows].square().view(rows, outputs["sumsq_out"].shape[1], -1).sum(-1)

@@ -62,7 +62,8 @@ def specs_of(
     (n, k), heads = projections(config)[op], config.heads if op == "qkv" else None
     if phase == "prefill":
         return tuple(dict.fromkeys(gemm_specs(op, n, k, precision, heads).values()))
-    return tuple(decode_gemm_spec(op, n, k, batch, precision, heads) for batch in BATCH_TILES)
+    tokens = config.vocab_size if op == "lm_head" else None
+    return tuple(decode_gemm_spec(op, n, k, batch, precision, heads, tokens) for batch in BATCH_TILES)
 
 
 def packed_rows(phase: Phase, op: Projection, n: int) -> Tensor:
@@ -149,6 +150,7 @@ class Problem:
             "v_pages": poisoned(*self.page_shape),
             "out": out,
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
+            "best": poisoned(room, spec.sumsq_parts, 2, dtype=torch.float32),
         }
         if self.weight is not None:
             files["sums"] = scaled_linear(self.x, self.weight.codes, None)[:, order].contiguous() * E4M3_OPERAND
@@ -224,6 +226,8 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
             unit = 2.0**-7 * want.abs()
         worst = ((actual - want).abs() - unit - 2.0**-20 * want.abs().max()).max()
         assert worst <= 0, f"{name} is off by {worst:.3e}"
+    if problem.op == "lm_head" and phase == "decode":
+        check_best(problem, spec, written)
     if problem.op in ("o", "down"):
         added = scaled_linear(problem.x, problem.logical, problem.scale)
         added += problem.residual if phase == "prefill" else problem.residual_f32
@@ -231,6 +235,21 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
         parts = torch.stack([part.square().sum(1) for part in torch.split(added, width, 1)], 1)
         torch.testing.assert_close(written["sumsq_out"][: problem.rows], parts, rtol=1e-6, atol=0, equal_nan=True)
         assert written["sumsq_out"][problem.rows :].isnan().all()
+
+
+def check_best(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, Tensor]) -> None:
+    """Of every block's logits, padding left out, the largest and its lowest index; none where all is padding."""
+    rows, vocabulary = problem.rows, problem.config.vocab_size
+    padding = spec.n - vocabulary
+    logits = F.pad(written["out"][:rows, :vocabulary], (0, padding), value=-torch.inf)
+    parts = logits.view(rows, spec.sumsq_parts, -1)
+    values, bits = written["best"][:rows].unbind(2)
+    index = bits.contiguous().view(torch.int32)
+    best = parts.max(2)
+    first = torch.arange(spec.sumsq_parts) * parts.shape[2]
+    assert torch.equal(values, best.values)
+    assert torch.equal(index, (best.indices + first).int().where(best.values > -torch.inf, 2**31 - 1))
+    assert written["best"][rows:].isnan().all()
 
 
 @pytest.mark.compile
@@ -261,6 +280,8 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
         "e4m3_operand",
         "epilogue_fp8",
         "weight_scale",
+        "candidate",
+        "store_logits",
         "tile_epilogue",
         source=template.render(specs={spec.name: spec for _, spec in cases}.values()),
         runs=runs,

@@ -328,7 +328,8 @@ def padded_step(model: Llama, last_token: int) -> Tensor:
     slots[3] = -1
     lengths = upload([1, 1, 1, 0], torch.int32, device)
     rows = DecodePass(positions, slots, table, lengths, max_seqlen_k=64)
-    logits = model._decode_logits(upload([1, 5, 7, last_token], torch.int32, device), rows)
+    logits = model._decode_tokens(upload([1, 5, 7, last_token], torch.int32, device), rows, logits=True)
+    assert logits is not None
     written = ~model.cache.pool.isnan().flatten(3).all(-1)  # [K or V, layer, page]
     expected = torch.zeros(model.cache.num_pages, dtype=torch.bool, device=device)
     expected[table[:3, 0].long()] = True

@@ -62,18 +62,16 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     work = decode_step_work(config, batch, context, precision)
     floor = work.floor_seconds(bench.ceilings)
 
-    def our_logits() -> Tensor:
-        stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
-        return ops.lm_head("decode", stream.x, stream.sumsq, packed_head)
-
     def our_step() -> Tensor:
         with ops.chain():
-            return ops.argmax(our_logits())
+            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
+            return ops.next_tokens(stream.x, stream.sumsq, packed_head).tokens
 
     def our_outputs() -> Sequence[Tensor]:
         inputs.poison(len(packed))
         with ops.chain():
-            return [our_logits()]
+            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
+            return [ops.lm_head("decode", stream.x, stream.sumsq, packed_head)]
 
     def expected() -> Sequence[Expected]:
         answers = []
