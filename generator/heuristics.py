@@ -334,7 +334,8 @@ def _int4(op: str, n: int, k: int, batch_tile: int, precision: Precision, heads:
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:
-    """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
+    """Row tiles of a block where N is large: the most of those that give every multiprocessor as much as any other
+    does, to a twentieth; None where N is small.
 
     Many tiles share x, but one thread issues a copy in about 48 ns, in which a multiprocessor takes in 1.6 KB: up to 32
     sequences, more than 8 tiles would leave copies of 2 KB.
@@ -342,12 +343,12 @@ def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | N
     most = most or (8 if batch_tile <= 32 else 14)
     fitting = [r for r in range(least, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
 
-    def busiest(row_tiles: int) -> tuple[int, int]:
+    def busiest(row_tiles: int) -> int:
         """Row tiles of the multiprocessor that has most."""
-        share = -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
-        return share, -row_tiles
+        return -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
 
-    return min(fitting, key=busiest, default=None)
+    evenest = min(map(busiest, fitting), default=0)
+    return max((r for r in fitting if 20 * busiest(r) <= 21 * evenest), default=None)
 
 
 def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int, half: int) -> tuple[int, int]:
