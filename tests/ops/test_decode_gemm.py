@@ -131,7 +131,7 @@ class Problem:
             outputs["out"] = self.poisoned(ROOM, self.n // 2)
         else:
             outputs["out"] = self.poisoned(ROOM, self.n, dtype=torch.float32)
-            outputs["best"] = self.poisoned(ROOM, 2 * gemm.sumsq_parts(m), dtype=torch.float32)
+            outputs["best"] = self.poisoned(ROOM, gemm.sumsq_parts(m), 2, dtype=torch.float32)
         cut = {name: tensor if "pages" in name else tensor[:m] for name, tensor in outputs.items()}
         gemm.launch(x[:m], self.weight, **arguments, **cut)
         for name, tensor in outputs.items():
@@ -183,7 +183,7 @@ def assert_close(problem: Problem, outputs: Tensors, rows: int) -> None:
         assert relative <= 4 * rounding, f"{name}: a block of 16 columns is off by {relative:.3e}"
     if "best" in outputs:
         logits = outputs["out"][:rows, : problem.ops.config.vocab_size]
-        values, index = outputs["best"][:rows].view(rows, -1, 2).unbind(2)
+        values, index = outputs["best"][:rows].unbind(2)
         part = values.max(1).indices[:, None]
         token = index.contiguous().view(torch.int32).gather(1, part)
         assert torch.equal(token[:, 0].long(), logits.argmax(1)), "another token than that of the largest logit"

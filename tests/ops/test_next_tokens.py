@@ -55,12 +55,8 @@ def test_traps_on_the_reference_and_on_the_stand_in(monkeypatch: pytest.MonkeyPa
         check_traps(ops, vocab_size, config.hidden_size)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17, 33, 129])
-@pytest.mark.parametrize("model", HEADS)
-def test_tokens_are_those_of_the_logits(gpu_ops: GpuOps, model: str, rows: int) -> None:
+def check_tokens(ops: KernelLibrary, rows: int) -> None:
     """Logits keep their bits, and tokens do not depend on whether these are written."""
-    ops = gpu_ops(model)
     problem = problem_of(ops, "lm_head")
     x, sumsq = problem.x[:rows], problem.sumsq[:rows]
     logits = ops.lm_head("decode", x, sumsq, problem.weight)
@@ -73,6 +69,20 @@ def test_tokens_are_those_of_the_logits(gpu_ops: GpuOps, model: str, rows: int) 
     silent, nothing = ops.next_tokens(x, sumsq, problem.weight)
     assert nothing is None
     assert torch.equal(silent, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17, 33, 129])
+@pytest.mark.parametrize("model", HEADS)
+def test_tokens_are_those_of_the_logits(gpu_ops: GpuOps, model: str, rows: int) -> None:
+    check_tokens(gpu_ops(model), rows)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-fp8-head8", "int4-g32-asym-head4"])
+def test_the_check_of_tokens_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    ops = stand_in_library(TINY, monkeypatch, precision=precision)
+    for rows in (1, 9, 70):
+        check_tokens(ops, rows)
 
 
 def test_logits_that_nobody_asks_for_have_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
