@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
-from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
+from .kv_format import KvFormat
 from .precision import E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_copy, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
-from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile
+from .specs import AttentionDecodeSpec, AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, Heads, Tile, copy_blocks
 from .specs.base import BLOCK_RESERVED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
 from .specs.gemm import tile_k
@@ -20,7 +21,14 @@ from .specs.gemm import tile_k
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
 
-_Shape = tuple[int, int]  # a decode GEMM's row_tiles and split_k
+
+class _Shape(NamedTuple):
+    """Of a decode GEMM that writes an INT4 copy."""
+
+    row_tiles: int
+    split_k: int
+    copy: KvFormat
+
 
 MAX_ROWS = 2**31 - 1  # the most rows of a prefill GEMM that serves any number
 
@@ -36,6 +44,7 @@ COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 K
 LANES_SUMS = 192  # row tiles times sequences that the lanes of a cluster, which load their own x, have registers for
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
+COPY_BYTES_AHEAD = 196_608  # of INT4 pages on their way to a multiprocessor: as many as of BF16's
 ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
@@ -158,12 +167,14 @@ def decode_gemm_spec(
 
     spec = shaped(None)
     if copy is not None and heads is not None:
-        spec = _of_units(spec, copy.unit(heads.head_dim) // ROW_TILE, shaped)
+        spec = _of_units(spec, copy, copy.unit(heads.head_dim) // ROW_TILE, shaped)
     gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
     return replace(spec, kv=written_kv(op, precision), copy=written_copy(op, precision), gain_in_x=gain_in_x)
 
 
-def _of_units(plain: DecodeGemmSpec, unit: int, shaped: Callable[[_Shape], DecodeGemmSpec]) -> DecodeGemmSpec:
+def _of_units(
+    plain: DecodeGemmSpec, copy: KvFormat, unit: int, shaped: Callable[[_Shape], DecodeGemmSpec]
+) -> DecodeGemmSpec:
     """The shape for clusters of whole units of row tiles: that of a plain kernel if it has them.
 
     Else that whose blocks run all at once and, as far as the plain kernel's do, are enough for every multiprocessor;
@@ -172,7 +183,7 @@ def _of_units(plain: DecodeGemmSpec, unit: int, shaped: Callable[[_Shape], Decod
     clusters of four, in place of six. Not measured yet.
     """
     if plain.row_tiles % unit == 0 and plain.batch_tile % plain.split_k == 0:
-        return shaped((plain.row_tiles, plain.split_k))
+        return shaped(_Shape(plain.row_tiles, plain.split_k, copy))
     int4 = plain.element == INT4
     most = {4: 12, 16: 12, 32: 12}.get(plain.batch_tile, 8) if int4 else 8 if plain.batch_tile > 8 else 4
     most = max(most, unit)
@@ -187,7 +198,7 @@ def _of_units(plain: DecodeGemmSpec, unit: int, shaped: Callable[[_Shape], Decod
         too_few = spec.blocks < min(MIN_BLOCKS, plain.blocks)
         return crowded, too_few, busiest, -spec.row_tiles if int4 else spec.row_tiles
 
-    legal = [(rows, split) for rows, split in shapes if tiles % rows == 0 and steps % split == 0]
+    legal = [_Shape(rows, split, copy) for rows, split in shapes if tiles % rows == 0 and steps % split == 0]
     return min(map(shaped, legal), key=cost)
 
 
@@ -197,6 +208,7 @@ def _whole(
     """Weights that are an MMA's operand as they are."""
     if batch_tile == 8:
         return _few(op, n, k, element, heads, shape)
+    copy = None if shape is None else shape.copy
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
     row_tiles = _wide(tiles, batch_tile) or narrow
@@ -204,9 +216,10 @@ def _whole(
         blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
             split_k, row_tiles = blocks, blocks * row_tiles
-    row_tiles, split_k = shape or (row_tiles, split_k)
+    if shape is not None:
+        row_tiles, split_k = shape[:2]
     if split_k > 1 and row_tiles * batch_tile <= LANES_SUMS:
-        return _clustered(op, n, k, batch_tile, element, heads, row_tiles, split_k)
+        return _clustered(op, n, k, batch_tile, element, heads, row_tiles, split_k, copy)
     # A warp has two row tiles, whose sums fit its registers at any batch; few tiles are shared by splitting k.
     warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
     if row_tiles <= 3 and batch_tile == 16:
@@ -232,11 +245,20 @@ def _whole(
         heads,
         next_at="lead" if waves else "end",
         rotate=waves,
+        copy=copy,
     )
 
 
 def _clustered(
-    op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None, row_tiles: int, split_k: int
+    op: str,
+    n: int,
+    k: int,
+    batch_tile: int,
+    element: Element,
+    heads: Heads | None,
+    row_tiles: int,
+    split_k: int,
+    copy: KvFormat | None,
 ) -> DecodeGemmSpec:
     """A cluster, for 9 to 32 sequences: x by lanes.
 
@@ -270,6 +292,7 @@ def _clustered(
         heads,
         LANES_AHEAD,
         next_at="lead" if op == "qkv" else "start",
+        copy=copy,
     )
     if spec.blocks > spec.blocks_per_sm * _MULTIPROCESSORS:  # wide blocks, of which two take too many registers
         spec = replace(spec, next_at="lead")
@@ -290,7 +313,7 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None, shape: 
     """
     tiles = n // ROW_TILE
     one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
-    row_tiles, split_k = shape or (1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2, 1)
+    row_tiles, split_k, copy = shape or (1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2, 1, None)
     stage_k = max(FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits), FEW_STAGE_K)
     ring = FEW_STAGES * FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * stage_k * element.bits)
     stages = max(2, min(ring, -(-k // (split_k * stage_k))))
@@ -299,7 +322,22 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None, shape: 
     waves = tiles // row_tiles * split_k > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
     next_at = "lead" if waves else "start"
     return DecodeGemmSpec(
-        op, element, n, k, 8, row_tiles, 1, warps, split_k, stages, stage_k, heads, x_ahead, next_at, rotate=waves
+        op,
+        element,
+        n,
+        k,
+        8,
+        row_tiles,
+        1,
+        warps,
+        split_k,
+        stages,
+        stage_k,
+        heads,
+        x_ahead,
+        next_at,
+        rotate=waves,
+        copy=copy,
     )
 
 
@@ -321,7 +359,8 @@ def _int4(
         if blocks * row_tiles <= most and tiles % (blocks * row_tiles) == 0 and units % blocks == 0:
             row_tiles, split_k = blocks * row_tiles, blocks
             break
-    row_tiles, split_k = shape or (row_tiles, split_k)
+    if shape is not None:
+        row_tiles, split_k = shape[:2]
     by_lanes = batch_tile <= 8 or row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0)
     if by_lanes:
         long = batch_tile == 16 and row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
@@ -354,6 +393,7 @@ def _int4(
             x_ahead,
             group_k=group_k,
             zero_points=precision.zero_points,
+            copy=None if shape is None else shape.copy,
         )
 
     two = spec(2, int(by_lanes))
@@ -413,10 +453,13 @@ def attention_prefill_spec(heads: Heads, precision: Precision) -> AttentionPrefi
 def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecodeSpec:
     """Four warps share a page of 64 tokens, sixteen each; three stages of K and V keep the memory pipe full.
 
-    Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more.
+    Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more. Of INT4 as
+    many as that takes, with the blocks that its registers allow.
     The next kernel starts with it (8B, a layer: 0.4 us less at 32 sequences and 0.8 at eight, the same at one).
     """
     if precision.copy is not None:
-        raise UnsupportedError(f"{precision.name}: decode attention reads no INT4 copy of the cache yet")
+        form = replace(precision.copy, hadamard=0)  # q is rotated when it is read
+        stages = COPY_BYTES_AHEAD // (copy_blocks(heads, form) * form.page_bytes(heads.head_dim))
+        return AttentionDecodeSpec(INT4, heads, warps=4, stages=stages, early_next=True, copy=form)
     stages = 4 if precision.kv == E4M3 else 3
     return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=stages, early_next=True)

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec
@@ -15,8 +16,10 @@ from futransformer.ops.validate import check_aligned, check_tensor
 from futransformer.tma import tensor_map_2d
 
 # What a block costs beside its pages (first loads, merging its warps, combining the splits), in pages. An estimate: the
-# first page arrives some 2 us after a block's start; a page of an 8B model is about 1 us of a block's share of memory.
+# first page arrives some 2 us after a block's start; a page of an 8B model is about 1 us of a block's share of memory,
+# in INT4 a quarter of that.
 BLOCK_OVERHEAD_PAGES = 2
+INT4_BLOCK_OVERHEAD_PAGES = 7
 
 # Where a row's bits may not depend on its batch. Two pages a block: a short context still has blocks for the whole card
 # at a batch of eight, and one sequence of 4k tokens for all but a few multiprocessors.
@@ -26,7 +29,9 @@ MAX_SEQUENCES = 65_535  # the grid's third dimension
 
 
 @lru_cache(maxsize=4096)
-def choose_pages_per_split(max_pages: int, sequence_heads: int, block_slots: int) -> int:
+def choose_pages_per_split(
+    max_pages: int, sequence_heads: int, block_slots: int, overhead_pages: int = BLOCK_OVERHEAD_PAGES
+) -> int:
     """Return the pages of one block, for the longest sequence's pages and B x num_key_value_heads.
 
     ``block_slots`` blocks run at a time. Every number of splits is weighed as waves of blocks times the pages (and
@@ -37,7 +42,7 @@ def choose_pages_per_split(max_pages: int, sequence_heads: int, block_slots: int
     def cost(pages: int) -> tuple[int, int]:
         splits = -(-max_pages // pages)
         waves = -(-splits * sequence_heads // block_slots)
-        return waves * (pages + BLOCK_OVERHEAD_PAGES), splits
+        return waves * (pages + overhead_pages), splits
 
     return min(range(1, max_pages + 1), key=cost)
 
@@ -120,8 +125,10 @@ class AttentionDecode:
         op, heads, device = "attention_decode", self.spec.heads, self.kernel.device
         check_tensor(op, "q", q, (None, heads.q_features), torch.bfloat16, device)
         sequences = q.shape[0]
-        scaled = check_pages(op, self.spec.element, heads, k_pages, v_pages, kv_scale, device)
-        scaled |= check_copy(op, None, heads, kv_copy, None, device)
+        pages: dict[str, Argument] = {**check_copy(op, self.spec.copy, heads, kv_copy, None, device)}
+        scaled = {}
+        if self.spec.copy is None:  # else the copy is all that is read
+            scaled = check_pages(op, self.spec.element, heads, k_pages, v_pages, kv_scale, device)
         check_tensor(op, "block_table", block_table, (sequences, None), torch.int32, device)
         check_tensor(op, "seqlens_k", seqlens_k, (sequences,), torch.int32, device)
         if out is None:
@@ -132,8 +139,9 @@ class AttentionDecode:
             check_aligned(op, name, tensor, 16)
         if sequences > MAX_SEQUENCES:
             raise InputError(f"{op}: {sequences} sequences, at most {MAX_SEQUENCES} fit in a grid; split the batch")
-        if k_pages.shape[0] == 0:
-            raise InputError(f"{op}: k_pages holds no page; a cache needs at least one")
+        held, cache = ("k_pages", k_pages) if kv_copy is None else ("kv_copy", kv_copy)
+        if cache.shape[0] == 0:
+            raise InputError(f"{op}: {held} holds no page; a cache needs at least one")
         if not 0 <= max_seqlen_k <= block_table.shape[1] * PAGE_SIZE:
             raise InputError(
                 f"{op}: max_seqlen_k is {max_seqlen_k}, but block_table names {block_table.shape[1]} pages of "
@@ -151,17 +159,19 @@ class AttentionDecode:
         pages_per_split = pages_per_split or self.pages_per_split
         if pages_per_split is None:
             block_slots = self.kernel.sm_count * self.spec.blocks_per_sm
-            pages_per_split = choose_pages_per_split(max_pages, sequence_heads, block_slots)
+            overhead = BLOCK_OVERHEAD_PAGES if self.spec.copy is None else INT4_BLOCK_OVERHEAD_PAGES
+            pages_per_split = choose_pages_per_split(max_pages, sequence_heads, block_slots, overhead)
         splits = -(-max_pages // pages_per_split)
         # A single split writes its result directly.
         self.workspace.reserve(
             sequences * heads.num_attention_heads * splits if splits > 1 else 0, heads.head_dim, sequence_heads
         )
+        if self.spec.copy is None:
+            pages = {"k_pages": tensor_map_2d(*page_boxes(k_pages)), "v_pages": tensor_map_2d(*page_boxes(v_pages))}
         self.kernel.launch(
             (splits, heads.num_key_value_heads, sequences),
             q=q,
-            k_pages=tensor_map_2d(*page_boxes(k_pages)),
-            v_pages=tensor_map_2d(*page_boxes(v_pages)),
+            **pages,
             out=out,
             block_table=block_table,
             block_table_stride=block_table.shape[1],

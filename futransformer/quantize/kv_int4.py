@@ -71,7 +71,7 @@ def quantise_kv(values: Tensor, kv_format: KvFormat) -> Int4Kv:
 
 def _in_groups(features: Tensor, groups: int) -> Tensor:
     """[..., D] as [..., groups, D / groups]."""
-    return features.reshape(*features.shape[:-1], groups, -1)
+    return features.reshape(*features.shape[:-1], groups, features.shape[-1] // groups)
 
 
 def _reciprocal(scales: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def rotate(features: Tensor, block: int) -> Tensor:
         raise InputError(f"a Hadamard block is a power of two, not {block}")
     rotated, apart = features.float(), 1
     while apart < block:
-        a, b = rotated.reshape(*features.shape[:-1], -1, 2, apart).unbind(-2)
+        a, b = rotated.reshape(*features.shape[:-1], features.shape[-1] // (2 * apart), 2, apart).unbind(-2)
         rotated = torch.stack((a + b, a - b), -2)
         apart *= 2
     factor: float = block**-0.5

@@ -1,7 +1,7 @@
 """Kernel specifications, one module a kind of kernel."""
 
 from ..kv_format import PAGE_SIZE
-from .attention_decode import AttentionDecodeSpec
+from .attention_decode import AttentionDecodeSpec, copy_blocks
 from .attention_prefill import AttentionPrefillSpec
 from .base import ABI_VERSION, Heads, KernelSpec, Param, Tile
 from .decode_gemm import DecodeGemmSpec
@@ -21,4 +21,5 @@ __all__ = [
     "KernelSpec",
     "Param",
     "Tile",
+    "copy_blocks",
 ]

@@ -253,7 +253,8 @@ class DecodeGemmSpec(KernelSpec):
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = 44 if self.x_ahead else 12
-        registers = sums + activations + weights + 32  # a thread, about what ptxas needs
+        rest = 48 if self.copy is not None and self.batch_tile <= 8 else 32  # few sums do not cover what a copy takes
+        registers = sums + activations + weights + rest  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
             warps = -(-blocks * (self.warps + 1) // SCHEDULERS)  # on the fullest scheduler

@@ -84,8 +84,8 @@ class ReferenceKernels(ReferenceOps):
     """The reference in the place of a kernel library."""
 
     def __init__(self, config: LlamaConfig, precision: str = "bf16") -> None:
-        super().__init__(config)
         self.config, self.precision = config, get_precision(precision)
+        super().__init__(config, copy=self.precision.copy)
 
 
 class CpuBench(Bench):

@@ -14,14 +14,14 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import DEFAULT, HEAD, PAGE_SIZE, KvFormat
 from futransformer.generator.precision import get_precision
-from futransformer.kv_packing import store_tokens
 from futransformer.memory import plan_memory
 from futransformer.model import Llama
 from futransformer.ops.interface import PHASES
 from futransformer.perplexity import score
-from futransformer.quantize.kv_int4 import fold_value_rotation, quantise_kv, rotate
-from futransformer.reference import ReferenceOps, largest_error, natural_order
+from futransformer.quantize.kv_int4 import fold_value_rotation
+from futransformer.reference import ReferenceOps, largest_error
 from futransformer.tokenizer import Tokenizer
+from tests.ops.kv4 import copied
 
 FORMS = [
     DEFAULT,
@@ -55,10 +55,8 @@ def copy_of_the_pool(model: Llama, before: Tensor, form: KvFormat) -> Tensor:
         positions = torch.arange(sequence.length)
         pages = torch.tensor(sequence.pages)[positions // PAGE_SIZE]
         for layer in range(model.config.num_hidden_layers):
-            k, v = (part[pages, :, positions % PAGE_SIZE] for part in model.cache.layer(layer))
-            keys = quantise_kv(rotate(natural_order(k), form.hadamard), form)
             slots = pages * PAGE_SIZE + positions % PAGE_SIZE
-            store_tokens(want[layer], slots, keys, quantise_kv(v, form), form)
+            want[layer] = copied(want[layer], *model.cache.layer(layer), slots, form)
     return want
 
 

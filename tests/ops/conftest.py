@@ -14,9 +14,9 @@ from futransformer.build.load import load_or_build
 from futransformer.build.settings import BuildSettings
 from futransformer.build.toolchain import find_cutlass_include, find_host_compiler, find_nvcc
 from futransformer.driver import Kernel, hopper_problem, require_hopper
-from futransformer.generator.specs import KernelSpec
+from futransformer.generator.specs import GemmSpec, KernelSpec
 from futransformer.library import KernelLibrary
-from tests.ops.models import TAILS_NAME, model_config, precision_of, tested_plan
+from tests.ops.models import COPIES_NAME, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import with_poisoned_outputs
 
 
@@ -46,11 +46,11 @@ def gpu_ops(exports: Callable[[str], Path | None]) -> Callable[[str], KernelLibr
 
 @pytest.fixture(scope="session")
 def gpu_kernel(exports: Callable[[str], Path | None]) -> Callable[[KernelSpec], Kernel]:
-    """Return a function that loads one kernel of no model's: its export is that of the tails."""
+    """Return a function that loads one kernel of no model's: its export is that of the tails, or of the copies."""
 
     @cache
     def load(spec: KernelSpec) -> Kernel:
-        built = load_or_build([spec], folder=exports(TAILS_NAME))
+        built = load_or_build([spec], folder=exports(TAILS_NAME if isinstance(spec, GemmSpec) else COPIES_NAME))
         return Kernel(spec, *built[spec.name], require_hopper())
 
     return load

@@ -502,6 +502,8 @@ T __reduce_max_sync(uint32_t, T value) {
   return T(uint32_t(emulator::warp().out[emulator::lane()][0]));
 }
 
+inline bool __any_sync(uint32_t mask, bool value) { return __reduce_max_sync(mask, int(value)); }
+
 // Fibers take turns where they wait: nothing comes between the read and the write.
 template <class T>
 T atomicAdd(T* target, T value) {
@@ -647,6 +649,9 @@ inline float bf16_low(uint32_t packed) { return float_of(packed << 16); }
 inline float bf16_high(uint32_t packed) { return float_of(packed & 0xffff0000u); }
 inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16x2(bf16_low(a) - bf16_low(b), bf16_high(a) - bf16_high(b));
+}
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b));
 }
 inline float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 inline uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {

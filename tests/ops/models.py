@@ -15,10 +15,10 @@ from futransformer.build.export import export
 from futransformer.build.manifest import ModelManifest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, gemm_specs
+from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, attention_decode_spec, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
-from futransformer.generator.specs import GemmSpec, KernelSpec, Tile
+from futransformer.generator.specs import AttentionDecodeSpec, GemmSpec, Heads, KernelSpec, Tile
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -68,13 +68,30 @@ INT4 = (
     "llama-3.1-8b-int4-channel-asym",
 )
 
+# Over a cache with an INT4 copy: the default form, minima, groups of whole heads, rotations across groups.
+KV4: dict[str, Precision] = {
+    "smollm2-135m-kv4": get_precision("bf16-kv4"),
+    "group16-kv4": get_precision("bf16-kv4-head-h64"),
+    "llama-3.2-3b-kv4": get_precision("bf16-kv4-head-min-h128"),
+}
+KV4_INT4 = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-fp8-int4-kv8-kv4-min")
+
 # FP8 prefill before INT4 decode, which the real model goes through in turns.
 BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
 # and the decode GEMM of the fewest serve all. That saves two kernels of three.
-WHOLE = ("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8", *INT4[:4], BOTH_PHASES)
-MODELS = (*WHOLE, *INT4[4:], "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8)
+WHOLE = (
+    "smollm2-135m",
+    "llama-3.1-8b",
+    "odd",
+    "smollm2-135m-fp8",
+    "llama-3.1-8b-fp8",
+    *INT4[:4],
+    BOTH_PHASES,
+    *KV4_INT4,
+)
+MODELS = (*WHOLE, *INT4[4:], "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8, *KV4)
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
 # is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
@@ -127,10 +144,28 @@ TAILS: tuple[GemmSpec, ...] = tuple(
 )
 TAILS_NAME = "tails"
 
+# Decode attention over INT4 copies of the cache, alone: every form of them, many groups, both numbers of features.
+COPIES: dict[str, AttentionDecodeSpec] = {
+    f"{heads}-{form}": attention_decode_spec(heads, get_precision(f"bf16-{form}"))
+    for heads, form in (
+        (Heads(9, 3, 64), "kv4"),
+        (Heads(32, 8, 128), "kv4"),
+        (Heads(32, 2, 64), "kv4"),
+        (Heads(32, 2, 128), "kv4"),
+        (Heads(5, 1, 64), "kv4-min"),
+        (Heads(64, 8, 128), "kv4-min"),
+        (Heads(32, 2, 128), "kv4-min"),
+        (Heads(4, 4, 128), "kv4-head"),
+        (Heads(32, 2, 64), "kv4-head-min"),
+        (Heads(14, 2, 128), "kv4-head-min"),
+    )
+}
+COPIES_NAME = "copies"
+
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
-    name = name.partition("-int4")[0].removesuffix("-fp8").removesuffix("-kv8")
+    name = name.partition("-int4")[0].partition("-kv")[0].removesuffix("-fp8")
     return MADE_UP[name] if name in MADE_UP else load_config(name)
 
 
@@ -138,7 +173,7 @@ def precision_of(name: str) -> Precision:
     """The precision of a model's tested kernels."""
     before, int4, groups = name.partition("-int4")
     prefill = "fp8-" if before.endswith("-fp8") else ""
-    return get_precision(f"{prefill}int4{groups}") if int4 else {**FP8, **KV8}.get(name, _BF16)
+    return get_precision(f"{prefill}int4{groups}") if int4 else {**FP8, **KV8, **KV4}.get(name, _BF16)
 
 
 def tested_plan(name: str) -> Plan:
@@ -158,13 +193,14 @@ def tested_plan(name: str) -> Plan:
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:
     """The kernels of one export."""
-    return TAILS if name == TAILS_NAME else tested_plan(name).specs()
+    alone = {TAILS_NAME: TAILS, COPIES_NAME: tuple(COPIES.values())}
+    return alone[name] if name in alone else tested_plan(name).specs()
 
 
 def main(folder: Path, names: tuple[str, ...]) -> None:
     """Build and export."""
     settings = BuildSettings.from_environment()
-    for name in names or (*MODELS, TAILS_NAME):
+    for name in names or (*MODELS, TAILS_NAME, COPIES_NAME):
         records = build_kernels(specs_of(name), settings=settings, progress=print)
         export(ModelManifest(name, precision_of(name).name, records), folder / name)
 

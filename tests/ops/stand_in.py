@@ -117,7 +117,9 @@ class StandInKernel:
 
     def _attend(self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, **arguments: Any) -> None:
         shape = (-1, spec.heads.num_key_value_heads, PAGE_SIZE, spec.heads.head_dim)
-        k_pages, v_pages = (arguments[name].view(shape) for name in ("k_pages", "v_pages"))
+        kv_copy = arguments.get("kv_copy")
+        no_pages = torch.empty(0)  # beside a copy nobody reads them
+        k_pages, v_pages = (arguments.get(name, no_pages).view(shape) for name in ("k_pages", "v_pages"))
         table, lengths = arguments["block_table"], arguments["seqlens_k"]
         assert arguments["block_table_stride"] == table.shape[1]
         state, kv_scale = (q, k_pages, v_pages, table), arguments.get("kv_scale")
@@ -129,7 +131,7 @@ class StandInKernel:
         else:
             most = table.shape[1] * PAGE_SIZE
             out = arguments["out"]
-            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale)
+            self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale, kv_copy=kv_copy)
 
 
 def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:

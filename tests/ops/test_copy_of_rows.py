@@ -19,12 +19,11 @@ from futransformer.generator.plan import projections
 from futransformer.generator.precision import BF16, E4M3, INT4, Element, get_precision
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import DecodeGemmSpec
-from futransformer.kv_packing import store_tokens
 from futransformer.packing import pack_decode, pack_int4
 from futransformer.quantize.int4 import round_to_nearest
-from futransformer.quantize.kv_int4 import quantise_kv, rotate
-from futransformer.reference import ReferenceOps, natural_order
+from futransformer.reference import ReferenceOps
 from tests.ops.int4 import SPLIT_BATCH, as_integers
+from tests.ops.kv4 import copied
 from tests.ops.test_epilogue import with_room
 from tests.ops.tolerance import e4m3_step
 
@@ -144,7 +143,8 @@ class Problem:
             worst = ((actual - want).abs() - unit - 2.0**-16 * want.abs().max()).max()
             assert worst <= 0, f"{name} is off by {worst:.3e}"
         if self.kv_scale is None:
-            self._check_copy(written)
+            want = copied(self.copy_before, written["k_pages"], written["v_pages"], self.slots, self.form)
+            assert torch.equal(written["kv_copy"], want)
         else:  # of values that the pages do not have: few codes fall otherwise
             assert (written["kv_copy"] != copy).float().mean() < 0.005
         token = self.slots[self.slots >= 0]
@@ -154,15 +154,6 @@ class Problem:
     @property
     def _of_integers(self) -> bool:
         return self.spec.element == INT4 and self.spec.batch_tile <= SPLIT_BATCH
-
-    def _check_copy(self, written: dict[str, Tensor]) -> None:
-        slots = self.slots[self.slots >= 0]
-        page, row = slots // PAGE_SIZE, slots % PAGE_SIZE
-        k, v = (written[name][page, :, row] for name in ("k_pages", "v_pages"))
-        keys = quantise_kv(rotate(natural_order(k), self.form.hadamard), self.form)
-        want = self.copy_before.clone()
-        store_tokens(want, slots, keys, quantise_kv(v, self.form), self.form)
-        assert torch.equal(written["kv_copy"], want)
 
 
 @pytest.mark.compile

@@ -14,15 +14,20 @@ from torch import Tensor
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import MAX_ROWS, gemm_specs
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.plan import make_plan, projections
-from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, get_precision
+from futransformer.generator.precision import BF16, E4M3, E4M3_MAX, INT4, get_precision
 from futransformer.generator.schedules import SHIPPED
 from futransformer.generator.specs import GemmSpec, Tile
 from futransformer.library import KernelLibrary
 from futransformer.ops import gemm
 from futransformer.ops.interface import PHASES, PROJECTIONS, Fp8Output, Phase, Projection
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error, sums_error
 from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, UNBOUNDED, check_fp8_statistics, fp8_output, quantised, unbounded
+from tests.ops.int4 import SPLIT_BATCH, as_integers
+from tests.ops.kv4 import copied
+from tests.ops.models import KV4, KV4_INT4
 from tests.ops.stand_in import stand_in_library
 from tests.ops.tolerance import worst_block
 
@@ -65,12 +70,24 @@ class Problem:
         self.slots = torch.randperm(pages * 64, generator=generator, device=device)[:rows]
         if rows > 2:
             self.slots[1] = -1
+        self.integers: Tensor | None = None  # what kernels of INT4 weights make of x
         self.scale: Tensor | None = None  # of the sums, for the logical weight's rows
         self.out_scale: Tensor | None = None
         self.kv_scale = torch.tensor(KV_SCALE, device=device) if ops.precision.kv == E4M3 else None
+        self.copy = ops.precision.copy if op == "qkv" else None
+        if self.copy is not None:  # of any bytes before
+            shape = (*self.pages[:2], self.copy.page_bytes(heads.head_dim))
+            self.copy_before = torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8)
         if ops.precision.prefill == E4M3 and phase == "prefill" and op != "lm_head":
             self._quantise()
-        self.weight = ops.pack(op, phase, self.logical)
+        packed: Tensor | Int4Weight = self.logical
+        if ops.precision.decode == INT4 and phase == "decode" and op != "lm_head":
+            groups = ops.precision.group_size
+            packed = round_to_nearest(op, self.logical, groups, zero_points=ops.precision.zero_points)
+            self.logical = packed.dequantise()
+            if rows <= SPLIT_BATCH:
+                self.integers = as_integers(self.x, next(iter(ops.plan.decode[op].values())).group_k)
+        self.weight = ops.pack(op, phase, packed)
 
     def _quantise(self) -> None:
         self.logical, of_weight = quantised(self.logical, by_row=self.ops.precision.weight_scales == "channel")
@@ -87,7 +104,9 @@ class Problem:
         """Every tensor that the projection writes; FP8 results, x and h, as codes, at ``out_scale`` if it is given."""
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         weight = self.logical.float() if isinstance(ops, ReferenceOps) else self.weight
-        phase = self.phase
+        phase, x = self.phase, self.x
+        if self.integers is not None and isinstance(ops, ReferenceOps):
+            x = self.integers
         options: dict[str, Any] = {}
         written: dict[str, Tensor] = {}
         if self.scale is not None:
@@ -99,26 +118,28 @@ class Problem:
             in_codes = self.kv_scale is not None and dtype == torch.bfloat16
             k_pages, v_pages = self.poisoned_pages(torch.float8_e4m3fn if in_codes else dtype)
             options["kv_scale"] = self.kv_scale
+            if self.copy is not None:
+                options["kv_copy"] = written["kv_copy"] = self.copy_before.clone()
             state = (self.rope_table, self.positions, self.slots, k_pages, v_pages)
-            q = ops.qkv(phase, self.x, self.sumsq, weight, *state, **options)
-            return {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+            q = ops.qkv(phase, x, self.sumsq, weight, *state, **options)
+            return {"q": q, "k_pages": k_pages, "v_pages": v_pages, **written}
         if self.op in ("o", "down"):
-            stream = getattr(ops, self.op)(phase, self.x, weight, self.residual.to(dtype).clone(), **options)
+            stream = getattr(ops, self.op)(phase, x, weight, self.residual.to(dtype).clone(), **options)
             if self.out_scale is not None:
                 written["residual"] = stream.residual
             return {"x": stream.x, "sumsq": stream.sumsq, **written}
-        result = getattr(ops, self.op)(phase, self.x, self.sumsq, weight, **options)
+        result = getattr(ops, self.op)(phase, x, self.sumsq, weight, **options)
         return {"logits" if self.op == "lm_head" else "h": result, **written}
 
 
 def same_dtype_torch(problem: Problem) -> dict[str, Tensor]:
     """Answer as PyTorch in the storage types would: the yardstick of the two-times rule."""
-    return problem.run(ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.bfloat16))
+    return problem.run(ReferenceOps(problem.ops.config, device=problem.ops.device, copy=problem.copy))
 
 
 def exact(problem: Problem) -> dict[str, Tensor]:
     """Codes of FP8 results are neither rounded nor cut off."""
-    reference = ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.float32)
+    reference = ReferenceOps(problem.ops.config, device=problem.ops.device, dtype=torch.float32, copy=problem.copy)
     if problem.out_scale is None:
         return problem.run(reference)
     outputs = problem.run(reference, unbounded(problem.out_scale))
@@ -136,7 +157,9 @@ def check_against_reference(problem: Problem, outputs: dict[str, Tensor]) -> Non
     if problem.out_scale is not None:
         written = Fp8Output(problem.out_scale, outputs["amax"], outputs["saturated"])
         check_fp8_statistics(written, want["h" if problem.op == "gate_up" else "x"], 4 * lost)
-    for name in outputs.keys() - {"amax", "saturated"}:
+    if problem.copy is not None:
+        check_copy(problem, problem.copy, outputs, same_dtype)
+    for name in outputs.keys() - {"amax", "saturated", "kv_copy"}:
         if name == "sumsq":  # its parts differ, its sum must not
             rtol = max(1e-5, (2 if fp8 else 1) * lost)
             torch.testing.assert_close(outputs[name].sum(1), want[name].sum(1), rtol=rtol, atol=0)
@@ -164,6 +187,15 @@ def check_against_reference(problem: Problem, outputs: dict[str, Tensor]) -> Non
         assert error <= allowed, f"{problem.op} {name}: error {error:.3e}, allowed {allowed:.3e}"
         relative = worst_block(actual, wanted)
         assert relative <= worst, f"{problem.op} {name}: a 16-column block is off by {relative:.3e}"
+
+
+def check_copy(problem: Problem, form: KvFormat, outputs: dict[str, Tensor], same_dtype: dict[str, Tensor]) -> None:
+    """To the byte that of the BF16 pages; beside pages of codes that of values which few roundings make others."""
+    if problem.kv_scale is None:
+        want = copied(problem.copy_before, outputs["k_pages"], outputs["v_pages"], problem.slots, form)
+        assert torch.equal(outputs["kv_copy"], want)
+    else:
+        assert (outputs["kv_copy"] != same_dtype["kv_copy"]).float().mean() < 0.01
 
 
 def assert_same_bits(outputs: dict[str, Tensor], again: dict[str, Tensor], what: str) -> None:
@@ -199,6 +231,24 @@ def test_qkv_writes_codes_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, preci
     outputs = problem.run(problem.ops)
     assert outputs["v_pages"].dtype == torch.float8_e4m3fn
     check_against_reference(problem, outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [*ROWS, 8, 31, 33])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("model", [*KV4, *KV4_INT4])
+def test_qkv_writes_a_copy(gpu_ops: Callable[[str], KernelLibrary], model: str, phase: Phase, rows: int) -> None:
+    problem = Problem(gpu_ops(model), "qkv", rows, phase)
+    outputs = problem.run(problem.ops)
+    check_against_reference(problem, outputs)
+    assert_same_bits(outputs, problem.run(problem.ops), "two runs differ")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("precision", ["bf16-kv4", "bf16-kv8-kv4-min", "int4-g32-kv4-head-h64"])
+def test_qkv_writes_a_copy_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str, phase: Phase) -> None:
+    problem = Problem(stand_in_library(TINY, monkeypatch, precision=precision), "qkv", 17, phase)
+    check_against_reference(problem, problem.run(problem.ops))
 
 
 @pytest.mark.gpu

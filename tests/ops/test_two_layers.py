@@ -36,6 +36,7 @@ BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
 KV8_MODELS = ("smollm2-135m-kv8", "group16-kv8")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
 INT4_MODELS = ("smollm2-135m-int4-g32-asym", "llama-3.1-8b-int4")
+KV4_MODELS = ("smollm2-135m-kv4", "smollm2-135m-int4-g32-asym-kv4", "group16-kv4", "llama-3.2-3b-kv4")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
 # every kind of neighbours: BF16 first and last, FP8 after it within a layer and across layers, and nothing but BF16
@@ -89,14 +90,18 @@ class RandomModel:
         ]
         return LlamaWeights(self.embedding, self.rope_table, layers, pack("lm_head", self.lm_head))
 
-    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024, *, codes: bool = False) -> Llama:
-        """The model with a cache of its own, all of it NaN; of ``codes``, which the exact reference does not round."""
+    def on(self, ops: Ops, weights: LlamaWeights, tokens: int = 1024) -> Llama:
+        """The model with a cache of its own, all of it NaN; codes of E4M3 the exact reference does not round."""
+        codes = self.precision.kv == E4M3
         dtype = ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
         scales = torch.tensor([KV_SCALE, KV_SCALE[::-1]]) if codes else None
         if codes and dtype == torch.bfloat16:
             dtype = torch.float8_e4m3fn
-        cache = KVCache(self.config, pages_for(tokens), device=ops.device, dtype=dtype, scales=scales)
+        pages, copy = pages_for(tokens), self.precision.copy
+        cache = KVCache(self.config, pages, device=ops.device, dtype=dtype, scales=scales, copy=copy)
         cache.pool.fill_(torch.nan)
+        if cache.copy is not None:
+            cache.copy.fill_(255)  # scales of NaN
         return Llama(self.config, ops, weights, cache)
 
 
@@ -104,13 +109,18 @@ class RandomModel:
 
 
 def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
-    """Prefill of unequal prompts, then three steps of decode: the two-times rule against the exact reference."""
+    """Prefill of unequal prompts, three steps of decode, another turn: the two-times rule against the exact reference.
+
+    That of an INT4 copy rounds K and V to codes, and nothing else.
+    """
     random = RandomModel(ops.config, ops.device, ops.precision)
-    references = [ReferenceOps(ops.config, device=ops.device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    references = [
+        ReferenceOps(ops.config, device=ops.device, dtype=dtype, copy=ops.precision.copy)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     shared = random.weights(references[0])  # float32, whatever is rounded
-    codes = ops.precision.kv == E4M3
-    exact, rounded = (random.on(reference, shared, codes=codes) for reference in references)
-    ours = random.on(ops, random.weights(ops), codes=codes)
+    exact, rounded = (random.on(reference, shared) for reference in references)
+    ours = random.on(ops, random.weights(ops))
     generator = torch.Generator().manual_seed(2)
 
     def tokens(count: int) -> list[int]:
@@ -125,15 +135,22 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
     for step in range(3):
         column = tokens(len(lengths))
         check(f"decode step {step}", *(model.decode(column) for model in (ours, exact, rounded)))
+    prompts = [tokens(length % 40 + 1) for length in lengths]
+    check("another turn", *(model.extend(prompts, rows="all") for model in (ours, exact, rounded)))
+    column = tokens(len(lengths))
+    check("a step after it", *(model.decode(column) for model in (ours, exact, rounded)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + INT4_MODELS)
+@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + INT4_MODELS + KV4_MODELS)
 def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-kv8", "int4", "int4-g32-asym", "int4-g64-asym-kv8"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", "bf16-kv8", "int4", "int4-g32-asym", "int4-g64-asym-kv8", "bf16-kv4", "int4-g32-asym-kv8-kv4-min"],
+)
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
 
@@ -273,7 +290,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
     """Steps replayed from graphs, across pages, have the bits of eager ones, and leave no counter behind."""
     random = RandomModel(ops.config, ops.device, ops.precision)
     weights = random.weights(ops)
-    eager, replayed = (random.on(ops, weights, 2048, codes=ops.precision.kv == E4M3) for _ in range(2))
+    eager, replayed = (random.on(ops, weights, 2048) for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(ops.config.vocab_size, (start,), generator=generator).tolist() for start in STARTS]
     for model in (eager, replayed):
@@ -293,7 +310,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + INT4_MODELS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + INT4_MODELS + KV4_MODELS[:2])
 def test_replayed_steps_equal_eager_ones(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     ops = gpu_ops(model)
     monkeypatch.delattr(ops._projections, "_empty")  # filling outputs in between would keep launches from overlapping
@@ -337,7 +354,7 @@ def padded_step(model: Llama, last_token: int) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + INT4_MODELS)
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + INT4_MODELS + KV4_MODELS[:1])
 def test_padded_rows_do_no_harm(gpu_ops: GpuOps, model: str) -> None:
     check_padding(gpu_ops(model))
 

@@ -32,11 +32,14 @@ from tests.sanitize.runner import TOOLS, Run
 # What is cheap, or there for few kernels, comes first: when the time runs short, the last are left out.
 EXPORTS = (
     "tails",
+    "copies",
     "smollm2-135m",
     "smollm2-135m-fp8",
     "odd",
     "odd-fp8",
     "smollm2-135m-int4-g32-asym",
+    "smollm2-135m-kv4",
+    "smollm2-135m-int4-g32-asym-kv4",
     "llama-3.1-8b",
     "group16",
     "group5",

@@ -26,13 +26,14 @@ from futransformer.generator.errors import FuTransformerError
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import E4M3
 from futransformer.library import KernelLibrary
+from futransformer.ops.attention_decode import AttentionDecode
 from futransformer.ops.interface import PROJECTIONS, Projection
 from tests.ops import test_attention_decode as decode_attention
 from tests.ops import test_attention_prefill as prefill_attention
 from tests.ops import test_decode_gemm as decode_gemm
 from tests.ops import test_gemm as prefill_gemm
 from tests.ops import test_odd_shapes as odd_shapes
-from tests.ops.models import TAILS, TAILS_NAME, model_config, precision_of, tested_plan
+from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
 from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, remote_library
@@ -69,6 +70,11 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
             tail = cast(Kernel, remote_kernel(spec, built, launched))
             for rows in TAIL_ROWS:
                 yield Case(f"{spec.name}/M={rows}", partial(odd_shapes.check_tails, spec, tail, CPU, rows))
+    elif export == COPIES_NAME:
+        built = load_or_build(tuple(COPIES.values()), folder=folder)
+        for name, attention in COPIES.items():
+            over_copy = AttentionDecode(cast(Kernel, remote_kernel(attention, built, launched)))
+            yield Case(f"attention_decode/{name}", partial(check_attention_decode, over_copy))
     else:
         plan = tested_plan(export)
         built = load_or_build(plan.specs(), folder=folder)
@@ -78,7 +84,7 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
 def model_cases(ops: KernelLibrary) -> Iterator[Case]:
     """Each operation of a model; projections in the order of their weights' sizes."""
     yield Case("rows", partial(odd_shapes.check_rows, ops))
-    yield Case("attention_decode", partial(check_attention_decode, ops))
+    yield Case("attention_decode", partial(check_attention_decode, ops._attention_decode))
     yield Case("attention_prefill", partial(check_attention_prefill, ops))
     shapes = projections(ops.config)
     for op in sorted(PROJECTIONS, key=lambda op: shapes[op][0] * shapes[op][1]):
@@ -97,7 +103,7 @@ def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
 def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:
     """A batch that leaves some rows of its tile empty."""
     rows = tile - EMPTY_ROWS
-    if op == "qkv" and ops.precision.kv == E4M3:
+    if op == "qkv" and (ops.precision.kv == E4M3 or ops.precision.copy is not None):
         writing_codes = prefill_gemm.Problem(ops, op, rows, "decode")
         prefill_gemm.check_against_reference(writing_codes, writing_codes.run(ops))
         return
@@ -105,10 +111,10 @@ def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:
     decode_gemm.assert_close(problem, problem.launch(0, rows, tile), rows)
 
 
-def check_attention_decode(ops: KernelLibrary) -> None:
+def check_attention_decode(op: AttentionDecode) -> None:
     """As the op splits the sequences, a split a page, and one split."""
-    codes = ops.precision.kv == E4M3
-    batch = decode_attention.Problem(ops, ops.config.heads, LENGTHS, codes=codes)
+    spec = op.spec
+    batch = decode_attention.Problem(op, spec.heads, LENGTHS, codes=spec.element == E4M3, copy=spec.copy)
     for options in decode_attention.CHOSEN_AND_FIXED:
         batch.check(batch.run(**options))
 

@@ -171,7 +171,7 @@ class Answering:
     def __init__(self, spec: Any, record: Any, cubin: bytes, device: torch.device) -> None:
         self.spec, self.device, self.sm_count = spec, device, 132
         self.record = SimpleNamespace(params=spec.params)
-        self._kernel = StandInKernel(spec, ReferenceOps(TINY))
+        self._kernel = StandInKernel(spec, ReferenceOps(TINY, copy=getattr(spec, "copy", None)))
 
     def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
         given.append(arguments)
@@ -191,7 +191,10 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
+EVERY_ROW = {**PRECISIONS, **{name: get_precision(name) for name in ("bf16-kv4", "fp8-int4-g32-asym-kv8-kv4-min")}}
+
+
+@pytest.mark.parametrize("precision", EVERY_ROW.values(), ids=list(EVERY_ROW))
 @pytest.mark.usefixtures("answering")
 def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
     plan = make_plan(TINY, precision)

@@ -1,8 +1,8 @@
 // Decode attention: one query a sequence over paged K and V, the sequence split over blocks and combined in the kernel.
 //
 //   q, out       [B, KvHeads * Group, HeadDim] BF16
-//   K, V pages   [num_pages, KvHeads, PageSize, HeadDim] BF16 or E4M3, read through tensor maps of the same memory
-//                (attention_decode_pages.cuh); a code of E4M3 is worth kv_scale[0] (K) or kv_scale[1] (V)
+//   K, V pages   [num_pages, KvHeads, PageSize, HeadDim] BF16 or E4M3 (attention_decode_rows.cuh), or both of them
+//                together in INT4 (attention_decode_int4.cuh)
 //   block_table  [B, block_table_stride], the pages of a sequence in order
 //   grid         (splits, KvHeads, B); split s of a sequence covers pages [s, s + 1) * pages_per_split
 //
@@ -27,21 +27,17 @@
 #include <cmath>
 #include <cstdint>
 
-#include <cute/arch/copy_sm75.hpp>
-#include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
 
-#include "attention_decode_pages.cuh"
+#include "attention_decode_int4.cuh"
+#include "attention_decode_rows.cuh"
+#include "attention_decode_warp.cuh"
 #include "barrier.cuh"
 #include "counter.cuh"
 #include "dependent_launch.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
-
-// What to subtract from scores whose maximum is `max`: -inf - -inf would be NaN where nothing but -inf was seen.
-CUTLASS_DEVICE float softmax_base(float max) { return max == -INFINITY ? 0.f : max; }
 
 // Attention over one part of a sequence, unnormalised: sum = sum of 2^(s - max), out = sum of 2^(s - max) v, with the
 // scores s in units of log 2.
@@ -73,22 +69,19 @@ CUTLASS_DEVICE PartialAttention combine(int parts, float2 const* max_sum, size_t
 
 template <class Element, int KvHeads, int Group, int HeadDim, int PageSize, int Stages, bool EarlyNext>
 struct AttentionDecode {
-  static constexpr int kTokens = 16;                     // of one warp and page: M of S, K of O^T
-  static constexpr int kHeadTiles = (Group + 7) / 8;     // N of both products
-  static constexpr int kSteps = HeadDim / 16;            // K of S, M of O^T
-  static constexpr int kConsumers = PageSize / kTokens;  // warps
+  using Tokens = DecodeTokens<Element, Group, HeadDim, PageSize>;  // what a consumer warp does with a page
+  using Page = typename Tokens::Page;
+  using Fragments = typename Tokens::Fragments;
+  static constexpr int kHeadTiles = Tokens::kHeadTiles;
+  static constexpr int kSteps = Tokens::kSteps;
+  static constexpr int kConsumers = PageSize / Tokens::kTokens;  // warps
   static constexpr int kThreads = 32 * (kConsumers + 1);
-
-  using Pages = DecodePages<Element, HeadDim, PageSize>;
-  static constexpr int kLoads = kSteps / Pages::kLoadSteps;
-  static constexpr bool kCodes = sizeof(Element) == 1;
 
   static_assert(PageSize == 64, "four consumer warps of sixteen tokens");
 
   struct Arguments {
     bf16 const* q;
-    CUtensorMap const* k_pages;
-    CUtensorMap const* v_pages;
+    typename Tokens::Source pages;
     bf16* out;
     int const* block_table;
     int block_table_stride;
@@ -98,12 +91,6 @@ struct AttentionDecode {
     float* partial_out;      // [B, KvHeads, splits, Group, HeadDim]
     float* partial_max_sum;  // [B, KvHeads, splits, Group, 2]
     int* arrivals;           // [B, KvHeads], zero before and after
-    float const* kv_scale = nullptr;  // [2], of E4M3 pages
-  };
-
-  struct Page {
-    char k[Pages::kBytes];
-    char v[Pages::kBytes];
   };
 
   // Takes the ring's place once the last page has been read. The four floats of padding spread a fragment's four
@@ -139,22 +126,11 @@ struct AttentionDecode {
     CUTLASS_DEVICE size_t sequence_head() const { return size_t(sequence) * KvHeads + head; }
   };
 
-  // A thread's part of what its warp computes.
-  struct Fragments {
-    uint32_t q[kHeadTiles][kSteps][2];
-    float out[kHeadTiles][kSteps][4];
-    float max[kHeadTiles][2];
-    float sum[kHeadTiles][2];  // over this thread's tokens
-  };
-
   CUTLASS_DEVICE static void run(Arguments const& args) {
     extern __shared__ __align__(1024) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-    if (threadIdx.x == kThreads - 1) {
-      cute::prefetch_tma_descriptor(args.k_pages);
-      cute::prefetch_tma_descriptor(args.v_pages);
-    }
+    if (threadIdx.x == kThreads - 1) Tokens::prefetch(args.pages);
     if constexpr (EarlyNext) allow_next_kernel();
 
     Work work;
@@ -191,7 +167,7 @@ struct AttentionDecode {
     Fragments fragments;
     if (warp < kConsumers) {
       wait_for_previous_kernel();
-      load_q(args, work, fragments);
+      Tokens::begin(args.q, work.sequence_head() * Group, fragments);
       consume(args, work, shared, fragments);
     } else {
       if (threadIdx.x % 32 == 0) produce(args, work, shared);
@@ -206,147 +182,36 @@ struct AttentionDecode {
  private:
   // One thread: fetch the pages in order, at most Stages ahead of the consumers.
   CUTLASS_DEVICE static void produce(Arguments const& args, Work const& work, Shared& shared) {
-    constexpr uint64_t kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);  // each page is read once
     int const* table = args.block_table + size_t(work.sequence) * args.block_table_stride;
     int const newest = (work.length - 1) / PageSize;
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
       if (page == newest) wait_for_previous_kernel();
-      // Fits: 2^31 rows of at least 128 bytes are more memory than there is.
+      // Fits: 2^31 rows of at least 68 bytes are more memory than there is.
       int const row = (table[page] * KvHeads + work.head) * PageSize;
       if (turn > 0) wait(shared.empty[stage], (turn - 1) & 1);
       auto& full = shared.full[stage];
       full.arrive_and_expect_tx(sizeof(Page));
-      uint64_t* barrier = reinterpret_cast<uint64_t*>(&full);
-      Pages::load(args.k_pages, barrier, kHint, shared.ring[stage].k, row);
-      Pages::load(args.v_pages, barrier, kHint, shared.ring[stage].v, row);
+      Tokens::load(args.pages, row, full, shared.ring[stage]);
     }
     if constexpr (!EarlyNext) allow_next_kernel();
   }
 
-  // Operand B of S: four features a step of head lane / 4 of each tile; absent heads are zero.
-  CUTLASS_DEVICE static void load_q(Arguments const& args, Work const& work, Fragments& fragments) {
-    int const lane = threadIdx.x % 32;
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kHeadTiles; ++tile) {
-      int const head = 8 * tile + lane / 4;
-      bf16 const* features =
-          args.q + (work.sequence_head() * Group + head) * HeadDim + Pages::kQueryFeatures * (lane % 4);
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        Pages::query(features + 16 * step, head < Group, fragments.q[tile][step]);
-      }
-    }
-  }
-
   // One warp: its sixteen tokens of every page.
   CUTLASS_DEVICE static void consume(Arguments const& args, Work const& work, Shared& shared, Fragments& fragments) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kHeadTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int column = 0; column < 2; ++column) {
-        fragments.max[tile][column] = -INFINITY;
-        fragments.sum[tile][column] = 0.f;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSteps * 4; ++i) fragments.out[tile][i / 4][i % 4] = 0.f;
-    }
-    float scale = args.softmax_scale * 1.44269504088896341f;  // to units of log 2
-    if constexpr (kCodes) scale *= args.kv_scale[0] * kE4m3Operand;
-    int const first_token = threadIdx.x / 32 * kTokens;
+    float const scale = Tokens::score_scale(args.pages, args.softmax_scale);  // to units of log 2
+    int const first_token = threadIdx.x / 32 * Tokens::kTokens;
     for (int page = work.first; page < work.last; ++page) {
       int const turn = (page - work.first) / Stages;
       int const stage = (page - work.first) % Stages;
       wait(shared.full[stage], turn & 1);
       int const tokens = work.length - page * PageSize - first_token;  // of the warp's sixteen, those that exist
-      if (tokens > 0) attend(shared.ring[stage], first_token, tokens, scale, fragments);
+      if (tokens > 0) Tokens::attend(shared.ring[stage], first_token, tokens, scale, fragments);
       __syncwarp();
       if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
     }
-  }
-
-  CUTLASS_DEVICE static void multiply(float (&c)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1],
-                                              c[2], c[3]);
-  }
-
-  // The first `tokens` (at least one) of a warp's sixteen tokens of a page.
-  CUTLASS_DEVICE static void attend(Page const& page, int first_token, int tokens, float scale, Fragments& fragments) {
-    int const lane = threadIdx.x % 32;
-
-    int const k_token = first_token + lane % 16;
-    float scores[kHeadTiles][4] = {};
-    CUTLASS_PRAGMA_UNROLL
-    for (int load = 0; load < kLoads; ++load) {
-      uint32_t k[Pages::kLoadSteps][4];
-      Pages::keys(page.k, k_token, load, lane, k);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Pages::kLoadSteps; ++i) {
-        int const step = load * Pages::kLoadSteps + i;
-        CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kHeadTiles; ++tile) multiply(scores[tile], k[i], fragments.q[tile][step]);
-      }
-    }
-
-    uint32_t p[kHeadTiles][2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kHeadTiles; ++tile) softmax(scores[tile], tokens, scale, tile, fragments, p[tile]);
-
-    int const v_token = first_token + Pages::value_token(lane);
-    // P is zero past the end, but V may be NaN there, and 0 * NaN is NaN: the words (two tokens each) are masked as well.
-    uint32_t const mask[2] = {mask_of(tokens - 2 * (lane % 4)), mask_of(tokens - 2 * (lane % 4) - 8)};
-    CUTLASS_PRAGMA_UNROLL
-    for (int load = 0; load < kLoads; ++load) {
-      uint32_t v[Pages::kLoadSteps][4];
-      Pages::values(page.v, v_token, load, lane, mask, v);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Pages::kLoadSteps; ++i) {
-        int const step = load * Pages::kLoadSteps + i;
-        CUTLASS_PRAGMA_UNROLL
-        for (int tile = 0; tile < kHeadTiles; ++tile) multiply(fragments.out[tile][step], v[i], p[tile]);
-      }
-    }
-  }
-
-  // Two tokens of which the first `count` exist.
-  CUTLASS_DEVICE static uint32_t mask_of(int count) {
-    return count >= 2 ? 0xffffffffu : count == 1 ? 0x0000ffffu : 0u;
-  }
-
-  // Scores of a tile of eight heads to operand B of O^T; the running maximum, sum and output of these heads move on.
-  // scores: tokens lane / 4 and lane / 4 + 8, heads 2 (lane % 4) + {0, 1}.
-  CUTLASS_DEVICE static void softmax(float const (&scores)[4], int tokens, float scale, int tile, Fragments& fragments,
-                                     uint32_t (&p)[2]) {
-    int const token = threadIdx.x % 32 / 4;
-    float weights[2][2];  // [token, head]
-    CUTLASS_PRAGMA_UNROLL
-    for (int column = 0; column < 2; ++column) {
-      float const low = token < tokens ? scores[column] * scale : -INFINITY;
-      float const high = token + 8 < tokens ? scores[2 + column] * scale : -INFINITY;
-      float max = fmaxf(low, high);
-      CUTLASS_PRAGMA_UNROLL
-      for (int distance = 4; distance < 32; distance *= 2) {
-        max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, distance));
-      }
-      max = fmaxf(max, fragments.max[tile][column]);
-      float const base = softmax_base(max);
-      float const rescale = exp2_flush(fragments.max[tile][column] - base);
-      weights[0][column] = exp2_flush(low - base);
-      weights[1][column] = exp2_flush(high - base);
-      fragments.max[tile][column] = max;
-      fragments.sum[tile][column] = fragments.sum[tile][column] * rescale + (weights[0][column] + weights[1][column]);
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        fragments.out[tile][step][column] *= rescale;
-        fragments.out[tile][step][2 + column] *= rescale;
-      }
-    }
-    // From rows of tokens to rows of heads: each 8x8 matrix is transposed within the warp.
-    CUTLASS_PRAGMA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      cute::SM75_U32x1_MOVM_T::copy(pack_bf16x2(weights[half][0], weights[half][1]), p[half]);
-    }
+    Tokens::end(fragments);
   }
 
   // Lay a warp's result out in shared memory.
@@ -365,9 +230,9 @@ struct AttentionDecode {
           if (lane < 4) results.max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
           CUTLASS_PRAGMA_UNROLL
           for (int step = 0; step < kSteps; ++step) {
-            float* features = &results.out[warp][head][16 * step + Pages::kFeature * (lane / 4)];
+            float* features = &results.out[warp][head][16 * step + Tokens::kFeature * (lane / 4)];
             features[0] = fragments.out[tile][step][column];
-            features[Pages::kOtherFeature] = fragments.out[tile][step][2 + column];
+            features[Tokens::kOtherFeature] = fragments.out[tile][step][2 + column];
           }
         }
       }
@@ -413,8 +278,7 @@ struct AttentionDecode {
   }
 
   CUTLASS_DEVICE static void store(Arguments const& args, Work const& work, int item, PartialAttention const& total) {
-    float inverse = 1.f / total.sum;
-    if constexpr (kCodes) inverse *= args.kv_scale[1] * kE4m3Operand;
+    float const inverse = Tokens::normalised(args.pages, total.sum);
     uint2* out = reinterpret_cast<uint2*>(args.out) + work.sequence_head() * Group * kQuads + item;
     *out = make_uint2(pack_bf16x2(total.out.x * inverse, total.out.y * inverse),
                       pack_bf16x2(total.out.z * inverse, total.out.w * inverse));

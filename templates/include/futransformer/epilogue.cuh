@@ -12,8 +12,8 @@
 //   chain.end<Lanes>(row, r, part, valid);         all lanes of the warp call it; writes partial sums of tile `part`
 //   chain.conclude();                              once, behind all else; all lanes of the warp call it
 //
-// Where an operation takes columns in units (kUnit), a caller gives them to chain.copy(row, column, kept) as well, all lanes
-// of the warp, behind apply() of them.
+// Where an operation takes K and V in units of columns (kUnit), a caller gives them to chain.copy(row, column, kept) as well,
+// all lanes of the warp, behind apply() of them: prefill in BF16, as a quad holds them, decode in shared memory.
 //
 // Asking apart from using lets a caller do something else in between; one that has no use for that calls
 // chain.begin<Lanes>(r, valid), which does both. `valid` is false for rows past the end of the problem: nothing is read

@@ -29,6 +29,13 @@ CUTLASS_DEVICE uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return difference;
 }
 
+// a b of two BF16 pairs, each rounded to nearest even.
+CUTLASS_DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // The larger magnitude of two BF16 pairs, in either half, with a sign that means nothing. NaN stays NaN.
 CUTLASS_DEVICE uint32_t larger_magnitude_bf16x2(uint32_t a, uint32_t b) {
   uint32_t larger;
