@@ -83,6 +83,8 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_step/bf16-fp8-head4": partial(decode_step.open_case, SMALL, 2, 70, precision="bf16-fp8-head4"),
     "gateup_swiglu/fp8": partial(gateup_swiglu.open_fp8_case, SMALL, 24),
     **{f"gemm/{op}/fp8": partial(gemm.open_fp8_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
+    "gemm/qkv/bf16-kv4": partial(gemm.open_case, SMALL, "qkv", 24, precision="bf16-kv4"),
+    "gemm/qkv/fp8-kv4": partial(gemm.open_fp8_case, SMALL, "qkv", 24, precision="fp8-kv4"),
     "gemm/host/fp8": partial(gemm.open_fp8_case, SMALL, "down", 1024),
     "prefill_block/fp8": partial(prefill_block.open_case, SMALL, (40, 40), precision="fp8"),
     "prefill_block/ragged/fp8": partial(prefill_block.open_case, SMALL, (1, 70, 9), precision="fp8"),
@@ -97,6 +99,7 @@ RUN_HERE = (
     "torch-fp8-mm",
     "torch-fp8-padded",
     "ours-default",
+    "ours-no-copy",
 )
 
 

@@ -95,6 +95,9 @@ class ProjectionInputs:
             self.rope_table = device_rope_table(config, rows, self.device)
             self.pages = self.prompts.prefill_pass()
             self.k_pages, self.v_pages = (self.prompts.empty_pages(config) for _ in range(2))
+            if self.precision.copy is not None:
+                of_head = self.precision.copy.page_bytes(config.head_dim)
+                self.kv_copy = torch.empty(*self.k_pages.shape[:2], of_head, dtype=torch.uint8, device=self.device)
         if self.fp8:
             self._quantise(ops, quantize_weight(op, logical(config, op, self.natural), self.precision.weight_scales))
 
@@ -130,6 +133,7 @@ class ProjectionInputs:
                     self.k_pages,
                     self.v_pages,
                     scale=scales.sums,
+                    kv_copy=self._copy_of(ops),
                 )
             ]
         scale, result = scales.sums, scales.result
@@ -138,6 +142,10 @@ class ProjectionInputs:
         add = ops.o if self.op == "o" else ops.down
         stream = add(self.phase, self.operand, weight, residual, scale=scale, fp8=result)
         return [stream.residual, stream.x] if self.fp8 else [stream.x]
+
+    def _copy_of(self, ops: Ops) -> Tensor | None:
+        """The INT4 copy of the cache, where these operations write one; what is in it is the tests' concern."""
+        return self.kv_copy if isinstance(ops, KernelLibrary) and ops.precision.copy is not None else None
 
     def outputs(self, ops: Ops, weight: Tensor) -> Sequence[Tensor]:
         """Make one call on fresh copies, outputs poisoned; K and V are gathered from their slots."""
