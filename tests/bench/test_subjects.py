@@ -198,10 +198,14 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert any(case.default for case in cases)
     for case in cases:
         parts = case.name.split("/")
-        (read,) = {"fp8", "int4", "bf16-kv8"} & set(parts) or {"bf16"}
-        decoded = "bf16-fp8" if read == "fp8" and subject.startswith("decode") else read
+        (read,) = {"fp8", "int4", "bf16-kv8", "bf16-kv4", "int4-kv4"} & set(parts) or {"bf16"}
+        decoded, copy, _ = read.partition("-kv4")
+        if read == "fp8" and subject.startswith("decode"):
+            decoded = "bf16-fp8"
+        elif read == "int4" and subject == "attention_decode":  # of the cache
+            decoded, copy = "bf16", "-kv4"
         head = "-head8" * ("head=fp8" in parts) + "-head4" * ("head=int4" in parts)
-        assert case.precision == decoded + head
+        assert case.precision == decoded + head + copy
     if not isinstance(cases[0], HostCase):
         assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
 

@@ -1,4 +1,4 @@
-"""decode_step/8b/{bf16,int4,fp8,int4-kv4}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens' embedding to the next.
+"""decode_step/8b/{bf16,int4,fp8,int4-kv4}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens to the next.
 
 Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph, the head a product in BF16)
 run the same random model; the check compares the logits that the next tokens come from, after all layers.
