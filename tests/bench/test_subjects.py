@@ -198,7 +198,7 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert any(case.default for case in cases)
     for case in cases:
         parts = case.name.split("/")
-        (read,) = {"fp8", "int4", "bf16-kv8", "bf16-kv4", "int4-kv4"} & set(parts) or {"bf16"}
+        (read,) = {"fp8", "int4", "bf16-kv8", "bf16-kv4", "int4-kv4", "fp8-kv4"} & set(parts) or {"bf16"}
         decoded, copy, _ = read.partition("-kv4")
         if read == "fp8" and subject.startswith("decode"):
             decoded = "bf16-fp8"
