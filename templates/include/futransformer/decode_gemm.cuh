@@ -21,8 +21,9 @@
 // order of a column's sums is then its block's, and still fixed.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
-// The element type of the weights enters through WeightFragment alone. Four-bit ones are units of K with their own scales
-// (fragment.cuh); codes become BF16 operands in registers, exactly, and a unit's sums are scaled in float32.
+// The element type of the weights enters through WeightFragment alone; codes become BF16 operands in registers, exactly.
+// Four-bit ones are units of K with their own scales (fragment.cuh), by which a unit's sums are multiplied in float32; of
+// E4M3 the epilogue multiplies a row's complete sum.
 #pragma once
 
 #include <type_traits>
