@@ -56,6 +56,16 @@ INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][64],
     make_plan(load_config("llama-3.1-8b"), "int4-g64-asym").decode["down"][8],
 )
+# Prefill's writers of an INT4 copy: a tile's sums, and K and V behind them, in the registers that there are.
+COPIES = tuple(
+    make_plan(load_config(model), precision).prefill["qkv"][MAX_ROWS]
+    for model, precision in (
+        ("llama-3.1-8b", "bf16-kv4"),
+        ("llama-3.1-8b", "fp8-kv8-kv4-min"),
+        ("llama-3.1-8b", "fp8-kv4-head-h128"),
+        ("smollm2-135m", "bf16-kv4"),
+    )
+)
 LARGE_FP8_DECODE = make_plan(load_config("llama-3.1-8b"), "bf16-fp8-head8")
 FP8_DECODE = (
     LARGE_FP8_DECODE.decode["gate_up"][8],
@@ -86,6 +96,7 @@ PLANNED = (
     LARGE_KV8.attention_decode,
     LARGE_KV4.decode["qkv"][32],
     LARGE_KV4.attention_decode,
+    *COPIES,
 )
 
 
