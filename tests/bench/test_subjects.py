@@ -196,14 +196,14 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"{subject}/") for name in names)
     assert any(case.default for case in cases)
+    # by what a decode case is named after; the others are named after their precision
+    named = {"decode": {"fp8": "bf16-fp8"}, "attention_decode": {"int4": "bf16-kv4"}}
+    of_subject = named.get(subject, named["decode"] if subject.startswith("decode") else {})
     for case in cases:
         parts = case.name.split("/")
         (read,) = {"fp8", "int4", "bf16-kv8", "bf16-kv4", "int4-kv4", "fp8-kv4"} & set(parts) or {"bf16"}
-        decoded, copy, _ = read.partition("-kv4")
-        if read == "fp8" and subject.startswith("decode"):
-            decoded = "bf16-fp8"
-        elif read == "int4" and subject == "attention_decode":  # of the cache
-            decoded, copy = "bf16", "-kv4"
+        base, copy, _ = read.partition("-kv4")
+        decoded = of_subject.get(read, base)
         head = "-head8" * ("head=fp8" in parts) + "-head4" * ("head=int4" in parts)
         assert case.precision == decoded + head + copy
     if not isinstance(cases[0], HostCase):
