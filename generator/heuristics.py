@@ -241,8 +241,10 @@ def _whole(
     warp_rows = row_tiles // 2 if row_tiles % 2 == 0 else row_tiles
     if row_tiles <= 3 and batch_tile == 16:
         warp_rows = 1
-    warps = 8 if batch_tile <= 32 or (shape and split_k == 1) else 6  # fewer leave each warp more steps of a stage
+    warps = 8 if batch_tile <= 32 else 6  # fewer leave each warp more steps of a stage
     warp_split = 1 << max(warps // warp_rows, 1).bit_length() - 1
+    while shape is not None and 32 * warp_rows * warp_split * split_k < 4 * batch_tile:
+        warp_split *= 2
     half = shared_share(2) - inbox_bytes(batch_tile, row_tiles, split_k)
     # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
     waves = n // (ROW_TILE * row_tiles) * split_k > _MULTIPROCESSORS

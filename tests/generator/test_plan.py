@@ -144,6 +144,26 @@ def test_whatever_a_config_accepts_has_a_plan(config: LlamaConfig) -> None:
         check_named(spec)
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bf16-kv4",
+        "fp8-int4-kv8-kv4-min",
+        "int4-g32-asym-kv4-h0",
+        "fp8-promoted-kv4",
+        "bf16-kv4-head-h64",
+        "bf16-fp8-kv4",
+    ],
+)
+def test_whatever_a_config_accepts_has_a_plan_with_a_copy(precision: str) -> None:
+    for config in (*CONFIGS.values(), *odd_configs(60)):
+        specs = kernel_specs(config, precision)
+        assert len({spec.name for spec in specs}) == len(specs)
+        for spec in specs:
+            check_launchable(spec)
+            check_named(spec)
+
+
 def test_a_name_stands_for_one_kernel() -> None:
     """Models share cubins by name, so equal names must mean equal specs, across all models."""
     known: dict[str, KernelSpec] = {}
