@@ -83,6 +83,12 @@ def make_sweep(config: LlamaConfig, precision: str, table: ScheduleTable, ops: S
         raise InputError(
             f"kernels of {row.name} are not tuned: a table's rows are tiles of sums that are not promoted; tune fp8"
         )
+    if row.copy is not None:
+        plain = row.name.removesuffix(row.copy.suffix)
+        raise InputError(
+            f"kernels of {row.name} are not tuned: a table's rows serve those that write no INT4 copy; tune {plain}, "
+            "whose schedules are taken here as well where their tiles hold whole groups"
+        )
     sweep = Sweep(config, row, table, {})
     for op in dict.fromkeys(ops):
         n, k = shapes[op]

@@ -45,8 +45,8 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
-LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8 = (
-    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8")
+LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8, LARGE_KV4 = (
+    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8", "bf16-kv4")
 )
 INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][4],
@@ -55,6 +55,16 @@ INT4_DECODE = (
     LARGE_INT4.decode["down"][32],
     LARGE_INT4.decode["gate_up"][64],
     make_plan(load_config("llama-3.1-8b"), "int4-g64-asym").decode["down"][8],
+)
+# Prefill's writers of an INT4 copy: a tile's sums, and K and V behind them, in the registers that there are.
+COPIES = tuple(
+    make_plan(load_config(model), precision).prefill["qkv"][MAX_ROWS]
+    for model, precision in (
+        ("llama-3.1-8b", "bf16-kv4"),
+        ("llama-3.1-8b", "fp8-kv8-kv4-min"),
+        ("llama-3.1-8b", "fp8-kv4-head-h128"),
+        ("smollm2-135m", "bf16-kv4"),
+    )
 )
 LARGE_FP8_DECODE = make_plan(load_config("llama-3.1-8b"), "bf16-fp8-head8")
 FP8_DECODE = (
@@ -84,6 +94,9 @@ PLANNED = (
     LARGE_KV8.attention_prefill,
     LARGE_KV8.decode["qkv"][32],
     LARGE_KV8.attention_decode,
+    LARGE_KV4.decode["qkv"][32],
+    LARGE_KV4.attention_decode,
+    *COPIES,
 )
 
 
@@ -131,7 +144,7 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8, LARGE_FP8_DECODE], ids=["bf16", "kv8", "fp8"])
+@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8, LARGE_KV4, LARGE_FP8_DECODE], ids=["bf16", "kv8", "kv4", "fp8"])
 def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord], plan: Plan) -> None:
     """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
     warps = [plan.decode["qkv"][32]] * 2 + [plan.attention_decode]

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import BF16, E4M3, get_precision
 from futransformer.generator.specs import PAGE_SIZE, GemmSpec, Tile
-from futransformer.kv_packing import store_tokens, token_bytes, unpack_pages
-from futransformer.quantize.kv_int4 import quantise_kv, rotate
-from futransformer.reference import natural_order
+from futransformer.kv_packing import token_bytes, unpack_pages
+from tests.ops.kv4 import copied
 from tests.ops.test_epilogue import CONFIGS, ROWS, Problem, run_chains, specs_of
 
 PRECISIONS = {
@@ -27,23 +24,10 @@ PRECISIONS = {
 }
 
 
-def copied(k_pages: Tensor, v_pages: Tensor, slots: Tensor, poison: Tensor, form: KvFormat) -> Tensor:
-    """The copy of what stands in BF16 pages [pages, heads, 64, D] at these slots [T], over ``poison``."""
-    written = slots[slots >= 0]
-    page, offset = written // PAGE_SIZE, written % PAGE_SIZE
-    keys, values = (pages[page, :, offset] for pages in (k_pages, v_pages))
-    copy = poison.clone()
-    rotated = rotate(natural_order(keys), form.hadamard)
-    store_tokens(copy, written, quantise_kv(rotated, form), quantise_kv(values, form), form)
-    return copy
-
-
-def wide_tiles(spec: GemmSpec) -> GemmSpec:
-    """The same kernel with tiles of Q and K, or K and V, the last of them partly beyond N."""
-    assert spec.heads is not None
-    assert spec.copy is not None
-    width = 192 if spec.copy.unit(spec.heads.head_dim) == 64 else 256
-    return replace(spec, tile=Tile(128, width, spec.tile.k), schedule="cooperative", accumulation="fast", stages=2)
+def wide_tiles(spec: GemmSpec, unit: int) -> list[GemmSpec]:
+    """The same kernel with tiles that hold Q and K, or K and V, and end beyond N."""
+    wide = replace(spec, schedule="cooperative", accumulation="fast", stages=2)
+    return [replace(wide, tile=Tile(128, width, spec.tile.k)) for width in (192, 256) if width % unit == 0]
 
 
 @pytest.mark.compile
@@ -54,7 +38,8 @@ def test_a_copy_is_of_the_pages_beside_it(emulate: Callable[..., str], tmp_path:
     for name in PRECISIONS[head_dim]:
         precision = get_precision(name)
         specs = [spec for spec in specs_of("prefill", config, "qkv", precision) if isinstance(spec, GemmSpec)]
-        for spec in dict.fromkeys((*specs, wide_tiles(specs[-1]))):
+        assert precision.copy is not None
+        for spec in dict.fromkeys((*specs, *wide_tiles(specs[-1], precision.copy.unit(head_dim)))):
             cases += [
                 (Problem(config, "qkv", rows, replace(precision, kv=kv)), replace(spec, kv=kv))
                 for kv in dict.fromkeys((spec.kv, BF16))  # beside pages of E4M3 the copy is that of BF16 ones
@@ -66,7 +51,7 @@ def test_a_copy_is_of_the_pages_beside_it(emulate: Callable[..., str], tmp_path:
         pages = plain[replace(spec, kv=BF16), problem.rows]
         assert spec.copy is not None
         assert problem.copy_poison is not None
-        want = copied(pages["k_pages"], pages["v_pages"], problem.slots, problem.copy_poison, spec.copy)
+        want = copied(problem.copy_poison, pages["k_pages"], pages["v_pages"], problem.slots, spec.copy)
         copy = files["kv_copy"]
         if spec.element == E4M3 and problem.rows > 1:  # the last row is not a number: codes are any, scales say so
             page, token = divmod(int(problem.slots[-1]), PAGE_SIZE)

@@ -59,6 +59,8 @@ def test_what_no_sweep_can_be_made_of(ops: list[str], count: int, message: str) 
         make_sweep(SMALL, "bf16", HERE, ops, count)
     with pytest.raises(InputError, match="kernels of fp8-promoted are not tuned"):
         make_sweep(SMALL, "fp8-promoted", HERE, ["o"], 8)
+    with pytest.raises(InputError, match=r"kernels of fp8-kv8-kv4-min are not tuned: .* tune fp8-kv8, whose"):
+        make_sweep(SMALL, "fp8-kv8-kv4-min", HERE, ["qkv"], 8)
 
 
 @pytest.fixture

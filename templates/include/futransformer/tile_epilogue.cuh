@@ -110,12 +110,14 @@ class TileEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int distinct = 0; distinct < kDistinct; ++distinct) {
           int const step = line * kDistinct + distinct;
+          bool const early = !kFetchesLate || step > 0, more = step + kAhead < kSteps;
           Operands const operands = ahead_[step % kAhead];
-          if (step + kAhead < kSteps) ask(step + kAhead);
+          if (early && more) ask(step + kAhead);
           CUTLASS_PRAGMA_UNROLL
           for (int group = distinct; group < kGroups; group += kDistinct) {
             if (kCopies || inside(group)) apply<Column, kKeeps>(accumulators, operands, line, group);
           }
+          if (!early && more) ask(step + kAhead);
         }
       }
       epilogue_.template end<4>(lines_[line], row_at(line), tile_, row_at(line) < rows_ && inside(0));
