@@ -338,7 +338,8 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None, shape: 
     twice = row_tiles * BF16.bits // element.bits
     if shape is None and tiles % twice == 0 and tiles // twice >= MIN_BLOCKS:  # x of as many bytes beside the weights
         row_tiles = twice
-    stage_k = max(FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits), FEW_STAGE_K)
+    stage_k = FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits)
+    stage_k = min(max(stage_k, FEW_STAGE_K), MAX_STAGE_K)  # of longer ones x takes more registers than there are
     ring = FEW_STAGES * FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * stage_k * element.bits)
     stages = max(2, min(ring, -(-k // (split_k * stage_k))))
     warps = min(8, stage_k // 32)
