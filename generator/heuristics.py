@@ -44,7 +44,7 @@ COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 K
 LANES_SUMS = 192  # row tiles times sequences that the lanes of a cluster, which load their own x, have registers for
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
-COPY_BYTES_AHEAD = 196_608  # of INT4 pages on their way to a multiprocessor: as many as of BF16's
+COPY_BYTES_AHEAD = 204_800  # of INT4 pages on their way to a multiprocessor, in two blocks
 ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
@@ -477,12 +477,13 @@ def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecode
     """Four warps share a page of 64 tokens, sixteen each; three stages of K and V keep the memory pipe full.
 
     Of E4M3 four: a multiprocessor then has as many bytes on their way (192 KB of 8B), by one block more. Of INT4 as
-    many as that takes, with the blocks that its registers allow.
+    many as that takes in two blocks (8B at 32 x 4096: 38.3 us, of three blocks 43.0; at 8 x 1024 6.4 and 7.4; but at
+    64 x 32768 649 and 619).
     The next kernel starts with it (8B, a layer: 0.4 us less at 32 sequences and 0.8 at eight, the same at one).
     """
     if precision.copy is not None:
         form = replace(precision.copy, hadamard=0)  # q is rotated when it is read
-        stages = COPY_BYTES_AHEAD // (copy_blocks(heads, form) * form.page_bytes(heads.head_dim))
+        stages = COPY_BYTES_AHEAD // (min(2, copy_blocks(heads, form)) * form.page_bytes(heads.head_dim))
         return AttentionDecodeSpec(INT4, heads, warps=4, stages=stages, early_next=True, copy=form)
     stages = 4 if precision.kv == E4M3 else 3
     return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=stages, early_next=True)

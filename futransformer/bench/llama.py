@@ -17,14 +17,19 @@ from torch import Tensor
 from futransformer.blocks import DecodePass, LayerWeights, PrefillPass
 from futransformer.checkpoint import pair_order, rope_table
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.plan import projections
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import pages_for, token_slots
+from futransformer.kv_packing import store_tokens
 from futransformer.ops.interface import Ops, Phase, Projection
+from futransformer.quantize.kv_int4 import quantise_kv, rotate
+from futransformer.reference import natural_order
 
 # Distinct weights and caches that a rotation should cycle through: some thirty times the 60 MB of an H200's L2.
 ROTATION_BYTES = 2 << 30
 MAX_SETS = 64
+PAGES_AT_ONCE = 256  # that are rounded to INT4 together
 
 
 def sets_for(bytes_each: float) -> int:
@@ -130,6 +135,15 @@ class Paging:
         k, v = (random_tensor(*shape, device=self.device) for _ in range(2))
         return Cache(k, v, self.store(k, config, pairs=True), self.store(v, config, pairs=False))
 
+    def coded_cache(self, config: LlamaConfig, form: KvFormat) -> Cache:
+        """A random cache of what INT4 codes are worth, rounded to BF16: a copy of it is worth nearly the same."""
+        shape = (self.sequences, config.num_key_value_heads, self.tokens, config.head_dim)
+        k, v = (random_tensor(*shape, device=self.device) for _ in range(2))
+        for keys, values in zip(k, v, strict=True):
+            keys.copy_(rotate(quantise_kv(rotate(keys, form.hadamard), form).worth(), form.hadamard))
+            values.copy_(quantise_kv(values, form).worth())
+        return Cache(k, v, self.store(k, config, pairs=True), self.store(v, config, pairs=False))
+
     def decode_pass(self) -> DecodePass:
         """Every sequence appends the last of its tokens."""
         position = torch.full((self.sequences,), self.tokens - 1, dtype=torch.int32, device=self.device)
@@ -140,6 +154,19 @@ class Paging:
             seqlens_k=position + 1,
             max_seqlen_k=self.tokens,
         )
+
+
+def copy_of(cache: Cache, form: KvFormat) -> Tensor:
+    """The INT4 copy of a layer's pages, of whatever they hold."""
+    num_pages, heads, _, head_dim = cache.k_pages.shape
+    kv_copy = cache.k_pages.new_empty(num_pages, heads, form.page_bytes(head_dim), dtype=torch.uint8)
+    slots = torch.arange(PAGES_AT_ONCE * PAGE_SIZE, device=kv_copy.device)
+    parts = (torch.split(each, PAGES_AT_ONCE) for each in (kv_copy, cache.k_pages, cache.v_pages))
+    for target, k_pages, v_pages in zip(*parts, strict=True):
+        k, v = (pages.transpose(1, 2).flatten(0, 1) for pages in (k_pages, v_pages))
+        keys = quantise_kv(rotate(natural_order(k), form.hadamard), form)
+        store_tokens(target, slots[: len(k)], keys, quantise_kv(v, form), form)
+    return kv_copy
 
 
 class Prompts:

@@ -97,7 +97,7 @@ def decode_block_work(config: LlamaConfig, batch: int, context: int, precision: 
     """One layer of a decode step: weights and cache once; activations stay in L2."""
     flops = sum(2.0 * batch * n * k for n, k in (projections(config)[op] for op in BLOCK_OPS))
     weights = sum(decode_weight_bytes(config, op, precision) for op in BLOCK_OPS)
-    return Work(flops, float(weights)) + decode_attention_work(config, batch, context)
+    return Work(flops, float(weights)) + decode_attention_work(config, batch, context, precision)
 
 
 def decode_step_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:

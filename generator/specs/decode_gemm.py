@@ -267,9 +267,8 @@ class DecodeGemmSpec(KernelSpec):
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = 44 if self.x_ahead else 12
-        rest = 32
-        if self.copy is not None:  # what it takes, as far as the sums that are done with do not cover it
-            rest += 16 if self.batch_tile <= 8 else 8 if self.element == INT4 else 0
+        # what a copy takes, as far as sums that are done with do not cover it
+        rest = 48 if self.copy is not None and (self.batch_tile <= 8 or self.element == INT4) else 32
         registers = sums + activations + weights + rest  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:

@@ -71,6 +71,9 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     },
     "decode_gemm/chain/int4-g32-asym": partial(decode_gemm.open_chain, SMALL, 3, precision="int4-g32-asym"),
     "decode_block/int4-g64": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g64"),
+    "decode_block/bf16-kv4": partial(decode_block.open_case, SMALL, 3, 100, precision="bf16-kv4"),
+    "decode_block/int4-g32-kv4-min": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g32-kv4-min"),
+    "decode_step/int4-g64-kv4": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64-kv4"),
     "decode_block/int4-g32-asym": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g32-asym"),
     "decode_step/int4-g64": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64"),
     "decode_step/int4-g64-head8": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64-head8"),
@@ -193,12 +196,16 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"{subject}/") for name in names)
     assert any(case.default for case in cases)
+    # by what a decode case is named after; the others are named after their precision
+    named = {"decode": {"fp8": "bf16-fp8"}, "attention_decode": {"int4": "bf16-kv4"}}
+    of_subject = named.get(subject, named["decode"] if subject.startswith("decode") else {})
     for case in cases:
         parts = case.name.split("/")
-        (read,) = {"fp8", "int4", "bf16-kv8"} & set(parts) or {"bf16"}
-        decoded = "bf16-fp8" if read == "fp8" and subject.startswith("decode") else read
+        (read,) = {"fp8", "int4", "bf16-kv8", "bf16-kv4", "int4-kv4", "fp8-kv4"} & set(parts) or {"bf16"}
+        base, copy, _ = read.partition("-kv4")
+        decoded = of_subject.get(read, base)
         head = "-head8" * ("head=fp8" in parts) + "-head4" * ("head=int4" in parts)
-        assert case.precision == decoded + head
+        assert case.precision == decoded + head + copy
     if not isinstance(cases[0], HostCase):
         assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
 

@@ -45,8 +45,8 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
 
 
 SMALL = make_plan(load_config("smollm2-135m"), "bf16")
-LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8 = (
-    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8")
+LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8, LARGE_KV4 = (
+    make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8", "bf16-kv4")
 )
 INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][4],
@@ -94,6 +94,8 @@ PLANNED = (
     LARGE_KV8.attention_prefill,
     LARGE_KV8.decode["qkv"][32],
     LARGE_KV8.attention_decode,
+    LARGE_KV4.decode["qkv"][32],
+    LARGE_KV4.attention_decode,
     *COPIES,
 )
 
@@ -142,7 +144,7 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8, LARGE_FP8_DECODE], ids=["bf16", "kv8", "fp8"])
+@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8, LARGE_KV4, LARGE_FP8_DECODE], ids=["bf16", "kv8", "kv4", "fp8"])
 def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord], plan: Plan) -> None:
     """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
     warps = [plan.decode["qkv"][32]] * 2 + [plan.attention_decode]

@@ -246,6 +246,7 @@ def test_int4_rows_that_do_not_exist_are_refused(name: str) -> None:
         ("fp8-promoted-kv4-min", "fp8-promoted", KvFormat(minimum=True)),
         ("int4-g32-asym-gain-kv8-kv4-h0", "int4-g32-asym-gain-kv8", KvFormat(hadamard=0)),
         ("fp8-int4-kv4-head-min-h128", "fp8-int4", KvFormat(HEAD, minimum=True, hadamard=128)),
+        ("int4-g32-head8-kv8-kv4-head", "int4-g32-head8-kv8", KvFormat(HEAD)),
     ],
 )
 def test_an_int4_copy_of_the_cache_by_a_last_suffix(name: str, base: str, copy: KvFormat) -> None:

@@ -414,6 +414,8 @@ def test_the_next_kernel_starts_with_a_cluster_only_where_all_blocks_do(n: int) 
         ({"next_at": "late"}, "next_at must be start, lead or end"),
         ({"stages": 64}, "shared memory"),
         ({"heads": Heads(9, 3, 64)}, "heads"),
+        ({"vocab_size": 500}, "vocab_size belongs to lm_head"),
+        ({"op": "lm_head", "vocab_size": 576}, "vocab_size belongs to lm_head, and is less than its n"),
     ],
 )
 def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -147,7 +147,7 @@ def test_logits(gpu_ops: GpuOps, model: str) -> None:
     "precision",
     [
         *("bf16", "bf16-kv8", "int4", "int4-g32-asym-head4", "int4-g64-asym-kv8", "bf16-fp8-head8"),
-        *("bf16-kv4", "int4-g32-asym-kv8-kv4-min"),
+        *("bf16-kv4", "int4-g32-asym-kv8-kv4-min", "bf16-fp8-head8-kv4"),
     ],
 )
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:

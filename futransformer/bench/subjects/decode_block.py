@@ -1,7 +1,8 @@
-"""decode_block/{8b,70b}/{bf16,int4,fp8}/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
+"""decode_block/{8b,70b}/{bf16,int4,fp8,bf16-kv4,int4-kv4}/B=.../ctx=...: one layer of a decode step, graphed.
 
 Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well,
-and so is ``torch-int4``, of the same codes as ours. The cache is BF16 in every precision.
+and so is ``torch-int4``, of the same codes as ours. Their caches are BF16, as ours are but for ``-kv4``: there
+attention reads an INT4 copy, of the same values, and beside it runs ours without one.
 
 decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
 beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
@@ -22,6 +23,7 @@ from futransformer.bench.llama import (
     Cache,
     NaturalBlock,
     Paging,
+    copy_of,
     device_rope_table,
     natural_rope,
     random_tensor,
@@ -34,6 +36,7 @@ from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import INT4, get_precision
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.kv_packing import token_bytes
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, row_sumsq
 
@@ -46,7 +49,12 @@ DEFAULT = {
     ("70b", "int4"): {(batch, 1024) for batch in BATCHES[:-1]},
     ("8b", "fp8"): {*((batch, 1024) for batch in BATCHES[:-1]), (1, 4096), (32, 4096)},
     ("70b", "fp8"): {(1, 1024), (32, 1024)},
+    ("8b", "bf16-kv4"): {(1, 1024), (8, 1024), (32, 1024), (32, 4096)},
+    ("70b", "bf16-kv4"): set(),
+    ("8b", "int4-kv4"): {(1, 1024), (8, 1024), (16, 1024), (32, 1024), (1, 4096), (32, 4096)},
+    ("70b", "int4-kv4"): {(1, 1024), (32, 1024)},
 }
+COPIES = {"bf16-kv4": "bf16-kv4", "int4-kv4": "int4-kv4"}
 INVARIANT_BATCHES = (1, 4, 8)
 INVARIANT_CONTEXTS = (1024, 4096)
 
@@ -63,7 +71,7 @@ def cases() -> Sequence[Case]:
                 default=(batch, context) in DEFAULT[shape, read],
                 precision=precision,
             )
-            for read, precision in DECODE_PRECISIONS.items()
+            for read, precision in {**DECODE_PRECISIONS, **COPIES}.items()
             for shape in ("8b", "70b")
             for batch in BATCHES
             for context in CONTEXTS
@@ -103,7 +111,10 @@ class DecodeInputs:
             layer = NaturalBlock.random(config, device)
             self.read.append(CodedBlock.of(layer, row))
             self.layers.append(self.read[-1].natural(layer.gain))
-        self.caches = [self.paging.cache(config) for _ in range(layers)]
+        self.form = form = row.copy
+        draw = partial(self.paging.cache, config) if form is None else partial(self.paging.coded_cache, config, form)
+        self.caches = [draw() for _ in range(layers)]
+        self.copies = [None if form is None else copy_of(cache, form) for cache in self.caches]
         self.x = random_tensor(batch, config.hidden_size, device=device)
         self.rope_table = device_rope_table(config, context, device)
 
@@ -111,10 +122,12 @@ class DecodeInputs:
         """The rows as the first layer meets them."""
         return Stream(self.x, row_sumsq(self.x), self.x.float())
 
-    def walk(self, ops: Ops, packed: Sequence[LayerWeights], stream: Stream) -> Stream:
-        """All layers of ours; the stream's residual is overwritten."""
-        for weights, cache in zip(packed, self.caches, strict=True):
-            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+    def walk(self, ops: Ops, packed: Sequence[LayerWeights], stream: Stream, *, plain: bool = False) -> Stream:
+        """The first layers of ours; the stream's residual is overwritten. ``plain``: they have no INT4 copy."""
+        for weights, cache, kv_copy in zip(packed, self.caches, self.copies, strict=False):
+            pages = cache.k_pages, cache.v_pages
+            copied = None if plain else kv_copy
+            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, *pages, kv_copy=copied)
         return stream
 
     def packed(self, ops: Ops) -> list[LayerWeights]:
@@ -143,18 +156,23 @@ class DecodeInputs:
     def poison(self, layers: int) -> None:
         """Put NaN where the new tokens' K and V belong: only what a call stores can make its result finite."""
         slots = self.rows.slots
-        for cache in self.caches[:layers]:
+        for cache, kv_copy in zip(self.caches[:layers], self.copies, strict=False):
             for pages in (cache.k_pages, cache.v_pages):
                 pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] = torch.nan
+            if kv_copy is not None and self.form is not None:
+                places = token_bytes(self.config.head_dim, self.form).to(self.device)[slots % PAGE_SIZE]
+                heads = torch.arange(kv_copy.shape[1], device=self.device)[:, None]
+                kv_copy[(slots // PAGE_SIZE)[:, None, None], heads, places[:, None]] = 255  # scales of NaN
 
     def reference_walk(self, ops: ReferenceOps, stream: Stream, layers: int) -> Stream:
         """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
 
         It stores the new tokens' K and V there, rounded to BF16, as every call does.
         """
-        for layer, cache in zip(self.read[:layers], self.caches[:layers], strict=True):
+        for layer, cache, kv_copy in zip(self.read[:layers], self.caches, self.copies, strict=False):
             weights = layer.packed(self.config, ops, "decode")
-            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, cache.k_pages, cache.v_pages)
+            pages = cache.k_pages, cache.v_pages
+            stream = llama_block(ops, weights, stream, self.rows, self.rope_table, *pages, kv_copy=kv_copy)
         return stream
 
 
@@ -168,20 +186,18 @@ class DecodeProblem:
         self.packed = self.inputs.packed(bench.library(shape, precision))
         self.floor = self.work.floor_seconds(bench.ceilings)
 
-    def ours(self, ops: Ops) -> Contender:
-        """Our kernels: a walk over all layers is a chain, a replay several walks."""
+    def ours(self, ops: Ops, *, plain: bool = False) -> Contender:
+        """Our kernels, ``plain`` without an INT4 copy: a walk over all layers is a chain, a replay several walks."""
         inputs, packed, stream = self.inputs, self.packed, self.inputs.stream()
 
         def walk() -> None:
             stream.residual.copy_(inputs.x)
             with ops.chain():
-                inputs.walk(ops, packed, stream)
+                inputs.walk(ops, packed, stream, plain=plain)
 
         def outputs() -> Sequence[Tensor]:
-            cache = inputs.caches[0]
-            pages = cache.k_pages, cache.v_pages
             inputs.poison(1)
-            return [llama_block(ops, packed[0], inputs.stream(), inputs.rows, inputs.rope_table, *pages).x]
+            return [inputs.walk(ops, packed[:1], inputs.stream(), plain=plain).x]
 
         return self._per_layer(walk, outputs)
 
@@ -194,7 +210,7 @@ class DecodeProblem:
         """The references' answers for the first layer."""
         inputs, answers = self.inputs, []
         for dtype in (torch.float32, torch.bfloat16):
-            reference = ReferenceOps(self.config, device=inputs.device, dtype=dtype)
+            reference = ReferenceOps(self.config, device=inputs.device, dtype=dtype, copy=inputs.form)
             answers.append(inputs.reference_walk(reference, inputs.stream(), 1).x)
         return [Expected(answers[0], answers[1])]
 
@@ -219,11 +235,18 @@ def rivals(precision: str) -> tuple[str, ...]:
 def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: str = "bf16") -> Problem:
     """Ours beside compiled PyTorch."""
     problem = DecodeProblem(shape, batch, context, bench, precision)
+    form = get_precision(precision).copy
+    without = "" if form is None else get_precision(precision).name.removesuffix(form.suffix)
+
+    def without_copy() -> Contender:
+        return problem.ours(bench.library(shape, without), plain=True)
+
     return Problem(
         work=problem.work,
         ours=problem.ours(bench.library(shape, precision)),
         rivals={rival: partial(problem.compiled_torch, rival) for rival in rivals(precision)},
         expected=problem.expected,
+        beside={f"ours-{without}": without_copy} if without else {},
     )
 
 

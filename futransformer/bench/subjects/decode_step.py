@@ -1,4 +1,4 @@
-"""decode_step/8b/{bf16,int4,fp8}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens' embedding to the next tokens.
+"""decode_step/8b/{bf16,int4,fp8,int4-kv4}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens to the next.
 
 Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph, the head a product in BF16)
 run the same random model; the check compares the logits that the next tokens come from, after all layers.
@@ -26,6 +26,7 @@ from futransformer.reference import ReferenceOps
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 1024, 4096)
+READS = [*((read, row, "") for read, row in DECODE_PRECISIONS.items()), ("int4-kv4", "int4", "-kv4")]
 HEADS = {"bf16": "", "fp8": "-head8", "int4": "-head4"}
 DEFAULT = {(1, 1024), (8, 1024), (32, 1024)}
 
@@ -37,12 +38,12 @@ def cases() -> Sequence[Case]:
             f"decode_step/8b/{read}/head={head}/B={batch}/ctx={context}",
             "ms",
             MEMORY_BOUND,
-            partial(open_case, "8b", batch, context, precision=DECODE_PRECISIONS[read] + suffix),
+            partial(open_case, "8b", batch, context, precision=row + head_suffix + copy),
             default=(batch, context) in DEFAULT,
-            precision=DECODE_PRECISIONS[read] + suffix,
+            precision=row + head_suffix + copy,
         )
-        for read in DECODE_PRECISIONS
-        for head, suffix in HEADS.items()
+        for read, row, copy in READS
+        for head, head_suffix in HEADS.items()
         if read != "bf16" or head == "bf16"
         for batch in BATCHES
         for context in CONTEXTS
@@ -76,7 +77,7 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     def expected() -> Sequence[Expected]:
         answers = []
         for dtype in (torch.float32, torch.bfloat16):
-            reference = ReferenceOps(config, device=device, dtype=dtype)
+            reference = ReferenceOps(config, device=device, dtype=dtype, copy=inputs.form)
             embedded = reference.gather_rows("decode", embedding, tokens)
             stream = inputs.reference_walk(reference, embedded, config.num_hidden_layers)
             weight = reference.pack("lm_head", "decode", coded_head)
