@@ -8,10 +8,11 @@
 // begin() take what it keeps for a row, ask() as many operands as registers have room for, and finish() asks for the
 // rest while it consumes them. Operands that repeat along a row (RoPE's angles, with every head) are asked for once.
 //
-// A chain that copies K and V takes whole units of columns once their sums are done with. They stay behind as BF16, in half
-// the registers, and a loop takes them from the first place and moves the others up: unrolled, it would be 60 to 130 KB of
-// instructions. Beside 192 sums such a chain has to save registers: it fetches a row at a time, and leaves out what is not
-// there column by column (a branch around a whole row needs values for it where the row is not, before its sums are gone).
+// A chain that copies K and V takes whole units of columns once their sums are done with. They stay behind as BF16, in
+// half the registers, and a loop takes them from the first place and moves the others up: unrolled, it would be 60 to 130
+// KB of instructions. Beside 192 sums such a chain has to save registers: it fetches a row at a time, asks for the second
+// operands behind the first columns, and leaves out what is not there column by column (a branch around a whole row needs
+// values for it where the row is not, before its sums are gone).
 #pragma once
 
 #include <type_traits>
@@ -37,18 +38,16 @@ class TileEpilogue {
   static constexpr int kSteps = kLines * kDistinct;
   static constexpr int kRoom = Epilogue::kOperands > 0 ? Registers / Epilogue::kOperands : kSteps;
   static constexpr int kAhead = kRoom < 1 ? 1 : kRoom < kSteps ? kRoom : kSteps;
+  static constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;  // their first columns
+  static constexpr bool kCopies = Epilogue::kUnit > 0, kSaves = kCopies && Registers <= 0;
+  static constexpr int kUnitGroups = kCopies ? Epilogue::kUnit / 32 : 1;
+  static_assert(kGroups % kUnitGroups == 0, "a tile has whole units of K and V");
 
   Epilogue const& epilogue_;
   int const row_, tile_, rows_;  // this thread's first row, the tile's index along N, the problem's rows
   typename Epilogue::Fetched fetched_[kLines];
   typename Epilogue::Row lines_[kLines];
   Operands ahead_[kAhead];
-
-  static constexpr bool kCopies = Epilogue::kUnit > 0;
-  static constexpr bool kFetchesLate = kCopies && Registers <= 0;
-  static constexpr int kUnitGroups = kCopies ? Epilogue::kUnit / 32 : 1;
-  static_assert(kGroups % kUnitGroups == 0, "a tile has whole units of K and V");
-  static constexpr int kKeys = Epilogue::kQueryColumns, kValues = kKeys + Epilogue::kKeyColumns;  // their first columns
   uint4 kept_[kLines][kCopies ? kGroups : 1];  // of K and V that are copied, in BF16
 
  public:
@@ -57,14 +56,14 @@ class TileEpilogue {
 
   CUTLASS_DEVICE void fetch() {
     CUTLASS_PRAGMA_UNROLL
-    for (int line = 0; line < kLines && !kFetchesLate; ++line) fetch(line);
+    for (int line = 0; line < kLines && !kSaves; ++line) fetch(line);
   }
 
   // After fetch(). All lanes of the warp.
   CUTLASS_DEVICE void begin() {
     CUTLASS_PRAGMA_UNROLL
     for (int line = 0; line < kLines; ++line) {
-      if constexpr (kFetchesLate) fetch(line);
+      if constexpr (kSaves) fetch(line);
       lines_[line] = epilogue_.template begin<4>(row_at(line), row_at(line) < rows_, fetched_[line]);
     }
   }
@@ -110,14 +109,14 @@ class TileEpilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int distinct = 0; distinct < kDistinct; ++distinct) {
           int const step = line * kDistinct + distinct;
-          bool const early = !kFetchesLate || step > 0, more = step + kAhead < kSteps;
+          bool const early = !kSaves || step > 0, more = step + kAhead < kSteps;
           Operands const operands = ahead_[step % kAhead];
           if (early && more) ask(step + kAhead);
           CUTLASS_PRAGMA_UNROLL
           for (int group = distinct; group < kGroups; group += kDistinct) {
             if (kCopies || inside(group)) apply<Column, kKeeps>(accumulators, operands, line, group);
+            if (!early && more && group == distinct) ask(step + kAhead);
           }
-          if (!early && more) ask(step + kAhead);
         }
       }
       epilogue_.template end<4>(lines_[line], row_at(line), tile_, row_at(line) < rows_ && inside(0));
