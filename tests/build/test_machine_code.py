@@ -52,8 +52,10 @@ INT4_DECODE = (
     LARGE_INT4.decode["qkv"][8],
     LARGE_INT4.decode["o"][16],
     LARGE_INT4.decode["down"][32],
-    LARGE_INT4.decode["gate_up"][64],
     make_plan(load_config("llama-3.1-8b"), "int4-g64-asym").decode["down"][8],
+    LARGE_INT4.decode["qkv"][32],
+    LARGE_INT4.decode["gate_up"][64],
+    make_plan(load_config("llama-3.1-8b"), "int4-g32-asym").decode["gate_up"][64],
 )
 PLANNED = (
     *one_of_each(SMALL),

@@ -80,7 +80,7 @@ KV4_INT4 = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-fp8-int4-kv8-kv4-min
 BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
-# and the decode GEMM of the fewest serve all. That saves two kernels of three.
+# and the decode GEMMs of the fewest, and of wgmma, serve all. That saves two kernels of three.
 WHOLE = (
     "smollm2-135m",
     "llama-3.1-8b",
@@ -187,7 +187,9 @@ def tested_plan(name: str) -> Plan:
         for gemms in (plan.prefill, plan.prefill_bf16)
     )
     few = BATCH_TILES[0]
-    decode = {op: {batch: spec for batch, spec in by.items() if batch <= few} for op, by in plan.decode.items()}
+    decode = {
+        op: {batch: spec for batch, spec in by.items() if batch <= few or spec.wgmma} for op, by in plan.decode.items()
+    }
     return replace(plan, prefill=prefill, prefill_bf16=prefill_bf16, decode=decode)
 
 

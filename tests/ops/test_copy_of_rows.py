@@ -170,7 +170,8 @@ def test_whole_kernels_in_the_emulator(emulate: Callable[..., str], tmp_path: Pa
     template = (
         _environment().overlay().from_string((Path(__file__).parent / "emulated_copy_of_rows.cpp.jinja").read_text())
     )
-    headers = ("split_activations", "decode_gemm", "epilogue", "epilogue_fp8", "kv_int4", "epilogue_kv_decode")
+    decode = ("unit_scales", "split_activations", "decode_ring", "decode_block", "decode_gemm")
+    headers = (*decode, "epilogue", "epilogue_fp8", "kv_int4", "epilogue_kv_decode")
     emulate("fragment", *headers, source=template.render(specs=CASES.values()), runs=runs)
     for index, problem in enumerate(problems):
         written = {}
