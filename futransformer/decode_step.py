@@ -26,52 +26,54 @@ from futransformer.graphs import capture
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
 from futransformer.ops.interface import Ops
 
-Forward = Callable[[Tensor, DecodePass], Tensor]  # tokens and rows -> float32 logits [B, vocab_size]
+# Tokens and rows, and whether logits are asked for, float32 [B, vocab_size]. The next tokens take the tokens' place.
+Forward = Callable[[Tensor, DecodePass, bool], Tensor | None]
 
 
 class DecodeStep:
     """The step of a batch of ``batch`` sequences of at most ``width`` pages."""
 
     def __init__(self, ops: Ops, forward: Forward, batch: int, width: int) -> None:
-        """``forward`` runs the model on one token a sequence."""
+        """``forward`` runs the model on one token a sequence, and leaves the likeliest next ones in their place."""
         self.ops = ops
         self.forward = forward
         self.rows = torch.arange(batch, device=ops.device)
         self.tokens = torch.zeros(batch, dtype=torch.int32, device=ops.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=ops.device)
         self.block_table = torch.zeros(batch, width, dtype=torch.int32, device=ops.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # by pages; None: has run eagerly
+        # by pages, and whether it gives logits; None: has run eagerly
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor | None] | None] = {}
 
     def load(self, sequences: Sequence[CachedSequence], cache: KVCache) -> None:
         """Put the sequences' lengths and pages on the device."""
         self.lengths.copy_(upload([sequence.length for sequence in sequences], torch.int32, cache.device))
         self.block_table.copy_(cache.block_table(sequences, self.block_table.shape[1]))
 
-    def run(self, longest: int) -> Tensor:
-        """One step; logits [B, vocab_size], valid until the next. ``longest`` is the longest length after the step."""
-        pages = min(page_bucket(pages_for(longest)), self.block_table.shape[1])
-        if not self.ops.capturable or pages not in self._graphs:
-            self._graphs.setdefault(pages, None)
-            return self._run(pages)
-        captured = self._graphs[pages]
+    def run(self, longest: int, *, logits: bool) -> Tensor | None:
+        """One step; ``logits`` [B, vocab_size] if asked for, valid until the next. ``longest`` is the longest length
+        after the step.
+        """
+        kind = min(page_bucket(pages_for(longest)), self.block_table.shape[1]), logits
+        if not self.ops.capturable or kind not in self._graphs:
+            self._graphs.setdefault(kind, None)
+            return self._run(*kind)
+        captured = self._graphs[kind]
         if captured is None:
-            captured = self._graphs[pages] = self._capture(pages)
-        graph, logits = captured
+            captured = self._graphs[kind] = self._capture(*kind)
+        graph, found = captured
         graph.replay()
-        return logits
+        return found
 
-    def _capture(self, pages: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, pages: int, logits: bool) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         graph = torch.cuda.CUDAGraph()
         with capture(graph):
-            logits = self._run(pages)
-        return graph, logits
+            found = self._run(pages, logits)
+        return graph, found
 
-    def _run(self, pages: int) -> Tensor:
+    def _run(self, pages: int, logits: bool) -> Tensor | None:
         positions = self.lengths.clone()
         slots = token_slots(self.block_table, self.rows, positions)
         self.lengths += 1
         rows = DecodePass(positions, slots, self.block_table, self.lengths, pages * PAGE_SIZE)
         with self.ops.chain():
-            logits = self.forward(self.tokens, rows)
-            self.ops.argmax(logits, out=self.tokens)
-        return logits
+            return self.forward(self.tokens, rows, logits)

@@ -23,23 +23,35 @@ from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, make_plan
-from futransformer.generator.precision import Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Element, Precision, get_precision
 from futransformer.generator.specs import KernelSpec
 from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
 from futransformer.ops.gemm import PrefillGemm
-from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection, Stream
+from futransformer.ops.interface import (
+    PROJECTIONS,
+    DecodeWeight,
+    Fp8Output,
+    NextTokens,
+    Phase,
+    Projection,
+    Stream,
+)
 from futransformer.ops.projections import ProjectionGemm, Projections
-from futransformer.ops.rows import Argmax, GatherRows
+from futransformer.ops.rows import Argmax, ArgmaxParts, GatherRows
 from futransformer.ops.validate import check_phase
-from futransformer.packing import pack_decode, pack_int4, pack_prefill, pack_scale
+from futransformer.packing import pack_decode, pack_e4m3, pack_int4, pack_prefill, pack_scale
+from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 from futransformer.tables import exported_table, schedule_table
 
-CODES = {  # by the type of a packed weight, what is packed to it
+# By what a kernel reads, what is packed to that.
+GIVEN = {
+    torch.bfloat16: "no codes",
     torch.float8_e4m3fn: "codes of futransformer.quantize.fp8.quantize_weight",
-    torch.uint8: "an Int4Weight of futransformer.quantize.int4.round_to_nearest",
+    INT4: "an Int4Weight of futransformer.quantize.int4.round_to_nearest",
+    E4M3: "an Fp8Weight of futransformer.quantize.fp8.quantize_weight",
 }
 
 
@@ -90,6 +102,7 @@ class KernelLibrary:
         pages_per_split = INVARIANT_PAGES_PER_SPLIT if batch_invariant else None
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
+        self._argmax_parts = ArgmaxParts(kernel(plan.argmax_parts))
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -106,19 +119,21 @@ class KernelLibrary:
         """See Ops.chain."""
         return self.launch_chain
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
         """See Ops.pack."""
         check_phase(f"pack {op}", phase)
-        given = "INT4" if isinstance(logical, Int4Weight) else logical.dtype
-        gemm = self._projections.gemm(phase, op, None if isinstance(logical, Int4Weight) else logical.dtype)
-        reads = gemm.weight_type
-        codes = CODES.get(reads, "no codes")
+        kind = {Int4Weight: INT4, Fp8Weight: E4M3}.get(type(logical))
+        given = logical.dtype if isinstance(logical, Tensor) else None
+        gemm = self._projections.gemm(phase, op, given)
+        reads = gemm.element if gemm.weight_type == torch.uint8 else gemm.weight_type
         fp8 = torch.float8_e4m3fn
-        if (given == "INT4") != (reads == torch.uint8) or (given == fp8) != (reads == fp8):
-            read = "INT4" if reads == torch.uint8 else reads
-            raise InputError(f"pack {op}: the {phase} kernel reads {read}, give it {codes}, not {given}")
+        if kind != (reads if isinstance(reads, Element) else None) or (given == fp8) != (reads == fp8):
+            read, other = (what.name.upper() if isinstance(what, Element) else what for what in (reads, kind or given))
+            raise InputError(f"pack {op}: the {phase} kernel reads {read}, give it {GIVEN[reads]}, not {other}")
+        if isinstance(logical, Fp8Weight):
+            return pack_e4m3(op, logical.to(self.device))
         if not isinstance(logical, Int4Weight):
-            return (pack_prefill if phase == "prefill" else pack_decode)(op, logical.to(self.device, reads))
+            return (pack_prefill if phase == "prefill" else pack_decode)(op, logical.to(self.device, gemm.weight_type))
         packed = pack_int4(op, logical.to(self.device))
         if packed.shape != gemm.weight_shape():
             raise InputError(
@@ -279,6 +294,14 @@ class KernelLibrary:
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head."""
         return self._projections.lm_head(phase, x, sumsq, weight, padded_vocab(self.config.vocab_size))
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """See Ops.next_tokens."""
+        padded = padded_vocab(self.config.vocab_size)
+        found, best = self._projections.decode_head(x, sumsq, weight, padded, logits=logits)
+        return NextTokens(self._argmax_parts(best, out), found if logits else None)
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""

@@ -11,9 +11,9 @@ import torch
 from futransformer.build.machine import available_memory
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import OutOfMemoryError
-from futransformer.generator.int4 import packed_bytes
+from futransformer.generator.packed import decode_bytes
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import BF16, INT4, Precision
+from futransformer.generator.precision import BF16, Precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.layer_parts import Half, Parts
 
@@ -54,7 +54,7 @@ def plan_memory(
 
     Kernels read one packing of every projection and of the head in prefill and another in decode; the reference holds
     one float32 copy for both, or one a phase of projections whose weights differ. Of an FP8 prefill the parts in
-    ``bf16`` are in BF16. Scales of FP8 are not counted, those of INT4 are.
+    ``bf16`` are in BF16. Scales of an FP8 prefill are not counted, those of decode's weights are.
     """
     heads, layers = config.heads, config.num_hidden_layers
     part = part_weights(config)
@@ -73,17 +73,15 @@ def plan_memory(
     row_bits = (config.hidden_size + heads.q_features) * 16 + read_bits
     if reference:
         prefill_weights = (weights + head) * FLOAT32_BITS
-        apart = weights if precision.decode == INT4 else weights - plain if quantised else 0  # the others are one copy
-        decode_weights = apart * FLOAT32_BITS
+        apart = weights if precision.decode != BF16 else weights - plain if quantised else 0  # the others are one copy
+        decode_weights = (apart + head * (precision.head != BF16)) * FLOAT32_BITS
     else:
         prefill_weights = (weights - plain) * precision.prefill.bits + plain * BF16.bits
-        prefill_weights += head * precision.head.bits
-        decode_weights = weights * precision.decode.bits + head * precision.head.bits
-        if precision.decode == INT4:
-            groups = precision.group_size, precision.zero_points
-            shapes = [shape for op, shape in projections(config).items() if op != "lm_head"]
-            packed = layers * sum(packed_bytes(*shape, *groups) for shape in shapes)
-            decode_weights = packed * 8 + head * precision.head.bits
+        prefill_weights += head * BF16.bits
+        shapes = [shape for op, shape in projections(config).items() if op != "lm_head"]
+        packed = layers * sum(decode_bytes(precision.decode, *shape, precision) for shape in shapes)
+        packed += decode_bytes(precision.head, config.vocab_size, config.hidden_size, precision)
+        decode_weights = packed * 8
     return MemoryPlan(
         prefill_weights=prefill_weights // 8,
         decode_weights=decode_weights // 8,

@@ -282,20 +282,22 @@ class Llama:
         Tokens on a GPU (int32 [B], as ``ops.argmax`` gives them) are taken as they are, without synchronisation; one
         outside the vocabulary gives a row of NaN.
         """
-        return self._decode(tokens).clone()
+        logits = self._decode(tokens, logits=True)
+        assert logits is not None
+        return logits.clone()
 
     def decode_greedily(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Append one token to every sequence; the likeliest next of each, int32 [B], overwritten by the next step.
 
         Given back to the next call as it is, no token leaves the device and a step is one launch.
         """
-        self._decode(tokens)
+        self._decode(tokens, logits=False)
         assert self._step is not None
         return self._step.tokens
 
     @torch.inference_mode()
-    def _decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
-        """Append one token to every sequence; logits that the next step overwrites."""
+    def _decode(self, tokens: Tensor | Sequence[int], *, logits: bool) -> Tensor | None:
+        """Append one token to every sequence; logits, if asked for, that the next step overwrites."""
         if not isinstance(tokens, Tensor) or tokens.device.type == "cpu":
             tokens = upload(self._token_ids("decode", tokens), torch.int32, self.cache.device)
         elif tokens.dtype not in (torch.int32, torch.int64):
@@ -314,7 +316,7 @@ class Llama:
         self._room -= 1
         for sequence in self.sequences:
             sequence.length += 1
-        return step.run(max(sequence.length for sequence in self.sequences))
+        return step.run(max(sequence.length for sequence in self.sequences), logits=logits)
 
     def _make_room(self) -> None:
         """Reserve pages for the next tokens: for some ahead if the cache has them, else for one each."""
@@ -331,14 +333,15 @@ class Llama:
         if self._step is None:
             shape = len(self.sequences), page_bucket(max(len(sequence.pages) for sequence in self.sequences))
             if shape not in self._steps:
-                self._steps[shape] = DecodeStep(self.ops, self._decode_logits, *shape)
+                self._steps[shape] = DecodeStep(self.ops, self._decode_tokens, *shape)
             self._step = self._steps[shape]
             self._step.load(self.sequences, self.cache)
         return self._step
 
-    def _decode_logits(self, tokens: Tensor, rows: DecodePass) -> Tensor:
-        stream = self._forward(tokens, rows)
-        return self.ops.lm_head("decode", stream.x, stream.sumsq, self.weights.lm_head["decode"])
+    def _decode_tokens(self, tokens: Tensor, rows: DecodePass, logits: bool) -> Tensor | None:
+        """See Forward."""
+        stream, head = self._forward(tokens, rows), self.weights.lm_head["decode"]
+        return self.ops.next_tokens(stream.x, stream.sumsq, head, logits=logits, out=tokens).logits
 
     def generate(
         self,

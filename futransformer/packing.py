@@ -8,6 +8,10 @@ columns 8 j + 2 t + e, and the order makes those a run of consecutive output col
 from it, so that the lane's activations for both MMAs are 16 consecutive bytes (include/futransformer/fragment.cuh).
 SwiGLU's rows alternate gate, up.
 
+*E4M3* is uint8 [N (K + 4)]: codes in the same order [N / 16, K / 32, 32 lanes, 16 bytes], and behind all of them
+float32 [N], what a code of each row is worth. A lane's words are rows g and g + 8 of MMA 0, then of MMA 1; the bits of
+a word's four codes are mixed (``_MIXED``), so that few operations make operands of them.
+
 *INT4* has the same rows and the same k, in units of 16 rows x one packed group of K that hold their own scales and
 zero points (generator/int4.py): uint8 [N / 16, K / group, unit bytes]. A 32-bit word holds k = 8 t .. 8 t + 7 of a row
 and 32 k: nibble i the k 2 i, nibble i + 4 the k 2 i + 1, so that a shift by 4 i leaves a pair in the low nibbles of its
@@ -26,11 +30,16 @@ from torch import Tensor
 from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import padded_vocab
 from futransformer.generator.int4 import ROW_TILE, packed_group, unit_bytes
+from futransformer.generator.packed import SCALE_BYTES
 from futransformer.generator.precision import CHANNEL
 from futransformer.ops.interface import Projection
+from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 
 GROUP_K = 32  # two MMAs, whose k a lane holds eight of
+
+# Of the two E4M3 codes in half a word, of k e and k 2 + e of a lane's four: which, which of its bits, and how far up.
+_MIXED = ((0, 0x80, 8), (0, 0x7F, 4), (1, 0x80, 4), (1, 0x70, 8), (1, 0x0F, 0))
 
 
 def pack_prefill(op: Projection, logical: Tensor) -> Tensor:
@@ -75,6 +84,40 @@ def unpack_decode(op: Projection, packed: Tensor, rows: int) -> Tensor:
     fragments = packed.view(tiles, steps // 2, 2, 8, 4, 2, 2, 2)
     logical = fragments.permute(0, 6, 3, 1, 4, 2, 5, 7).reshape(tiles * ROW_TILE, steps * 16)
     return _unpaired(op, logical)[:rows].contiguous()
+
+
+def pack_e4m3(op: Projection, weight: Fp8Weight) -> Tensor:
+    """E4M3 fragment order and scales, uint8 [N padded (K + 4)]; ``weight`` has a scale a row."""
+    if weight.codes.dtype != torch.float8_e4m3fn or weight.scale.shape != weight.codes.shape[:1]:
+        raise InputError(
+            f"{op}: FP8 weights of decode are torch.float8_e4m3fn [N, K] with a scale a row [N], not "
+            f'{weight.codes.dtype} {list(weight.codes.shape)} with {list(weight.scale.shape)}; quantise with "channel"'
+        )
+    rows = _padded(op, weight.codes.view(torch.uint8), row_multiple=ROW_TILE, column_multiple=GROUP_K)
+    codes = _paired(op, rows).short()
+    scales = _paired(op, _padded(op, weight.scale.float()[:, None], row_multiple=ROW_TILE, column_multiple=1))
+    n, k = codes.shape
+    # [tile, half, g, group, t, j, pair, e] -> [tile, group, g, t, j, half, e, pair]: the two codes of half a word last
+    pairs = codes.view(n // ROW_TILE, 2, 8, k // GROUP_K, 4, 2, 2, 2).permute(0, 3, 2, 4, 5, 1, 7, 6)
+    words = torch.zeros_like(pairs[..., 0])
+    for pair, bits, up in _MIXED:
+        words |= (pairs[..., pair] & bits) << up
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (words, scales)])
+
+
+def unpack_e4m3(op: Projection, packed: Tensor, rows: int) -> Fp8Weight:
+    """Return the logical weight of ``rows`` rows from E4M3 fragment order."""
+    n = padded_vocab(rows) if op == "lm_head" else rows
+    k = packed.numel() // n - SCALE_BYTES
+    words = packed[: n * k].view(torch.int16).view(n // ROW_TILE, k // GROUP_K, 8, 4, 2, 2, 2)
+    pairs = torch.zeros(*words.shape, 2, dtype=torch.int16, device=packed.device)
+    for pair, bits, up in _MIXED:
+        pairs[..., pair] |= words >> up & bits
+    codes = pairs.permute(0, 5, 2, 1, 3, 4, 7, 6).reshape(n, k).to(torch.uint8)
+    scales = packed[n * k :].view(torch.float32)[:, None]
+    return Fp8Weight(
+        _unpaired(op, codes)[:rows].contiguous().view(torch.float8_e4m3fn), _unpaired(op, scales)[:rows, 0].contiguous()
+    )
 
 
 def pack_int4(op: Projection, weight: Int4Weight) -> Tensor:

@@ -27,8 +27,7 @@ from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import PAGE_SIZE, KvFormat
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.kv_packing import store_tokens, unpack_pages
-from futransformer.ops.interface import Fp8Output, Phase, Projection, Stream
-from futransformer.quantize.int4 import Int4Weight
+from futransformer.ops.interface import DecodeWeight, Fp8Output, NextTokens, Phase, Projection, Stream
 from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
@@ -69,13 +68,14 @@ class ReferenceOps:
         """See Ops.chain; nothing overlaps here."""
         return nullcontext()
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
         """Return the logical weight in float32, converted once; both phases share it.
 
         INT4 is dequantised, which loses nothing: a product of its values with BF16 fits float32 as well, so sums differ
-        from those of codes by group, times the scale, in the order of their additions alone.
+        from those of codes by group, times the scale, in the order of their additions alone. So is an Fp8Weight, whose
+        values float32 rounds once more.
         """
-        if isinstance(logical, Int4Weight):
+        if not isinstance(logical, Tensor):
             return logical.to(self.device).dequantise()
         if self._packed is None or self._packed[0] is not logical:
             self._packed = (logical, logical.to(self.device, torch.float32))
@@ -244,6 +244,13 @@ class ReferenceOps:
         """See Ops.lm_head. Padding columns hold NaN, so that a caller who reads them notices."""
         logits = self._normalised_linear(x, sumsq, weight)
         return F.pad(logits, (0, -self.vocab_size % 64), value=torch.nan)[:, : self.vocab_size]
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """See Ops.next_tokens."""
+        all_logits = self.lm_head("decode", x, sumsq, weight)
+        return NextTokens(self.argmax(all_logits, out=out), all_logits if logits else None)
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax. NaN never wins over a number."""

@@ -13,9 +13,10 @@ from futransformer.checkpoint import Checkpoint
 from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, UnsupportedError
-from futransformer.generator.precision import E4M3, INT4, Precision, cache_suffix, gains_in_x
-from futransformer.ops.interface import PHASES, Ops
-from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.generator.precision import BF16, E4M3, INT4, Element, Precision, gains_in_x
+from futransformer.ops.interface import DecodeWeight, Ops
+from futransformer.quantize.fp8 import quantize_weight
+from futransformer.quantize.int4 import round_to_nearest
 from futransformer.quantize.kv_int4 import fold_value_rotation
 from futransformer.quantize.recipe import Fp8Recipe
 
@@ -42,8 +43,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
     have the checkpoint's groups: UnsupportedError says which precision has.
     """
     stored_as, groups = checkpoint.format, checkpoint.groups
-    cache = cache_suffix(precision)
-    whole = ("fp8" if precision.prefill == E4M3 else "bf16") + cache
+    whole = ("fp8" if precision.prefill == E4M3 else "bf16") + precision.suffix
     if stored_as is not None and stored_as.mixed and precision.decode == INT4:
         raise UnsupportedError(
             f"{checkpoint.folder} is {stored_as.title}: codes of several kinds, which INT4 kernels cannot keep, and "
@@ -58,7 +58,7 @@ def serving(checkpoint: Checkpoint, precision: Precision) -> tuple[Precision, st
         return precision, None
     keeping = ""
     if checkpoint.may_keep_codes and groups is not None and groups.suffix is not None:
-        keeping = f"{'fp8-' if precision.prefill == E4M3 else ''}int4{groups.suffix}{cache}"
+        keeping = f"{'fp8-' if precision.prefill == E4M3 else ''}int4{groups.suffix}{precision.suffix}"
     phases = " and ".join(dict.fromkeys((precision.prefill.name, precision.decode.name)))
     if precision.decode != INT4 or groups is None:
         advice = f"; decode keeps the codes with precision {keeping}" if keeping else ""
@@ -99,12 +99,11 @@ def load_weights(
             if op == "qkv" and coded_kv and not weight.isfinite().all():
                 # a NaN that K alone had would look like an answer: kernels read E4M3's as 480, and INT4 has none
                 raise CheckpointError(f"{config.name}: layer {index}, qkv: its weight is not finite; fetch it again")
-            decoded: Tensor | Int4Weight = weight
+            decoded: DecodeWeight
             if coded is not None:
                 decoded = getattr(coded, op)
-            elif precision.decode == INT4:
-                name = f"{config.name}: layer {index}, {op}"
-                decoded = round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)
+            else:
+                decoded = as_decoded(f"{config.name}: layer {index}, {op}", weight, precision.decode, precision)
             packed[op] = {"decode": ops.pack(op, "decode", decoded)}
             if recipe is not None:
                 scale = torch.ones(1)
@@ -113,7 +112,8 @@ def load_weights(
                 scales.append(ops.pack_scale(op, scale))
             packed[op]["prefill"] = ops.pack(op, "prefill", weight)
         layers.append(LayerWeights(**packed))
-    lm_head = checkpoint.lm_head()
+    lm_head = checkpoint.lm_head().to(ops.device)
+    decoded = as_decoded(f"{config.name}: lm_head", lm_head, precision.head, precision)
     gains: list[Tensor] = []
     if precision.gain_in_x:
         gains = [gain.to(ops.device) for gain in (*checkpoint.norm_gains(), torch.ones(config.hidden_size))]
@@ -121,7 +121,16 @@ def load_weights(
         embedding=checkpoint.embedding().to(ops.device),
         rope_table=checkpoint.rope_table().to(ops.device),
         layers=layers,
-        lm_head={phase: ops.pack("lm_head", phase, lm_head) for phase in PHASES},
+        lm_head={"prefill": ops.pack("lm_head", "prefill", lm_head), "decode": ops.pack("lm_head", "decode", decoded)},
         scales=tuple(scales),
         gains=tuple(gains),
     )
+
+
+def as_decoded(name: str, weight: Tensor, element: Element, precision: Precision) -> DecodeWeight:
+    """A logical weight rounded to nearest for decode: E4M3 with a scale a row, INT4 in the precision's groups."""
+    if element == BF16:
+        return weight
+    if element == E4M3:
+        return quantize_weight(name, weight, "channel")
+    return round_to_nearest(name, weight, precision.group_size, zero_points=precision.zero_points)

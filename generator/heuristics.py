@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .int4 import ROW_TILE, packed_group
 from .kv_format import KvFormat
-from .precision import E4M3, INT4, Element, Precision
+from .precision import BF16, E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_copy, written_kv
 from .schedules import MULTIPROCESSORS as _MULTIPROCESSORS
 from .schedules import Schedule as _Schedule
@@ -73,7 +73,7 @@ def gemm_specs(
     unless sums are promoted, or its tile does not end where an INT4 copy needs it.
     """
     table = table or shipped_table()
-    element = precision.head if op == "lm_head" else precision.prefill
+    element = BF16 if op == "lm_head" else precision.prefill
     copy = written_copy(op, precision)
     group = 64 if op == "gate_up" else 32 if copy is None or heads is None else copy.unit(heads.head_dim)
 
@@ -153,9 +153,15 @@ def batch_tiles(op: str, precision: Precision) -> tuple[int, ...]:
 
 
 def decode_gemm_spec(
-    op: str, n: int, k: int, batch_tile: int, precision: Precision, heads: Heads | None = None
+    op: str,
+    n: int,
+    k: int,
+    batch_tile: int,
+    precision: Precision,
+    heads: Heads | None = None,
+    vocab_size: int | None = None,
 ) -> DecodeGemmSpec:
-    """The decode GEMM of one projection for up to ``batch_tile`` sequences.
+    """The decode GEMM of one projection for up to ``batch_tile`` sequences; ``vocab_size`` is of lm_head, by default n.
 
     Up to 8 sequences see ``_few``. With more, where N is small, a cluster of two or four blocks shares at least four
     row tiles and splits K, and so reads less of x: see ``_clustered``; where N is large, see ``_wide``. A cluster that
@@ -172,7 +178,14 @@ def decode_gemm_spec(
     if copy is not None and heads is not None:
         spec = _of_units(spec, copy, copy.unit(heads.head_dim) // ROW_TILE, shaped)
     gain_in_x = precision.gain_in_x and element == INT4 and op in ("o", "down")
-    return replace(spec, kv=written_kv(op, precision), copy=written_copy(op, precision), gain_in_x=gain_in_x)
+    padded_from = 0 if vocab_size in (None, n) else vocab_size
+    return replace(
+        spec,
+        kv=written_kv(op, precision),
+        copy=written_copy(op, precision),
+        gain_in_x=gain_in_x,
+        vocab_size=padded_from,
+    )
 
 
 def _of_units(
@@ -208,13 +221,17 @@ def _of_units(
 def _whole(
     op: str, n: int, k: int, batch_tile: int, element: Element, heads: Heads | None, shape: _Shape | None
 ) -> DecodeGemmSpec:
-    """Weights that are an MMA's operand as they are."""
+    """Weights that are an MMA's operand, or codes that become one, whose rows have one scale if any.
+
+    The rules are BF16's, which were measured. Of E4M3 x is twice as large beside the weights: a block that may have
+    more row tiles has those of twice as many sequences.
+    """
     if batch_tile == 8:
         return _few(op, n, k, element, heads, shape)
     copy = None if shape is None else shape.copy
     tiles, split_k = n // ROW_TILE, 1
     narrow = max(r for r in (1, 2, 3) if r == 1 or (tiles % r == 0 and tiles // r >= MIN_BLOCKS))
-    row_tiles = _wide(tiles, batch_tile) or narrow
+    row_tiles = _wide(tiles, batch_tile * BF16.bits // element.bits) or narrow
     if row_tiles < MIN_ROW_TILES:
         blocks = 2 if 2 * row_tiles >= MIN_ROW_TILES else 4
         if tiles % (blocks * row_tiles) == 0 and k % (blocks * 128) == 0:
@@ -276,6 +293,8 @@ def _clustered(
     bits = element.bits
     warps = 4
     stage_k = COPY_BYTES * 8 // (ROW_TILE * bits)
+    if bits < BF16.bits and row_tiles * batch_tile > MIN_ROW_TILES * 32:
+        stage_k //= 2  # a lane's x of two stages, beside more sums than this, is more than its registers hold
     alone = n // (ROW_TILE * row_tiles) * split_k <= _MULTIPROCESSORS
     room = SM_SHARED_BYTES - 2 * BLOCK_RESERVED_BYTES - BESIDE_BYTES if alone else shared_share(2)
     fit = (room - inbox_bytes(batch_tile, row_tiles, split_k)) // (stage_k * ROW_TILE * row_tiles * bits // 8 + 16)
@@ -317,11 +336,14 @@ def _few(op: str, n: int, k: int, element: Element, heads: Heads | None, shape: 
     tiles = n // ROW_TILE
     one = tiles <= FEW_BLOCKS and k <= FEW_MAX_K
     row_tiles, split_k, copy = shape or (1 if one or tiles % 2 or tiles // 2 < MIN_BLOCKS else 2, 1, None)
+    twice = row_tiles * BF16.bits // element.bits
+    if shape is None and tiles % twice == 0 and tiles // twice >= MIN_BLOCKS:  # x of as many bytes beside the weights
+        row_tiles = twice
     stage_k = max(FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * element.bits), FEW_STAGE_K)
     ring = FEW_STAGES * FEW_STAGE_BYTES * 8 // (ROW_TILE * row_tiles * stage_k * element.bits)
     stages = max(2, min(ring, -(-k // (split_k * stage_k))))
     warps = min(8, stage_k // 32)
-    x_ahead = max(1, 128 * warps // stage_k)  # four loads a lane in BF16
+    x_ahead = max(1, 128 * warps // stage_k) if element == BF16 else LANES_AHEAD  # four loads a lane in BF16
     waves = tiles // row_tiles * split_k > FEW_BLOCKS  # gate_up: rotated 54.6 and 55.4 us, else 55.1 and 56.3
     next_at = "lead" if waves else "start"
     return DecodeGemmSpec(
@@ -423,16 +445,18 @@ def _suits_wgmma(spec: DecodeGemmSpec) -> bool:
     A product of 64 rows takes as long as of fewer, so at most a quarter of the rows that they multiply may be repeats;
     and one warpgroup alone makes operands and multiplies by turns (8B at 32 and 64 sequences: gate_up of 14 row tiles
     26.2 and 34.0 us, by warps 28.7 and 52.8; qkv of six 10.4 and 14.3, and 10.7 and 16.6; o of four 8.8 and 14.0, and
-    8.1 and 11.0). Shapes that write an INT4 copy were not measured.
+    8.1 and 11.0). A head, whose blocks come in eight waves, and shapes that write an INT4 copy were not measured.
     """
     at_once = WGMMA_ROW_TILES * WGMMA_GROUPS
     multiplied = -(-spec.row_tiles // at_once) * at_once
     whole = spec.k % (spec.split_k * WGMMA_K) == 0
-    return spec.batch_tile >= 32 and not spec.x_ahead and whole and 4 * spec.row_tiles >= 3 * multiplied
+    full = 4 * spec.row_tiles >= 3 * multiplied
+    return spec.op != "lm_head" and spec.batch_tile >= 32 and spec.x_in_ring and whole and full
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:
-    """Row tiles of a block where N is large: the evenest share for every multiprocessor; None where N is small.
+    """Row tiles of a block where N is large: the most of those that give every multiprocessor as much as any other
+    does, to a twentieth; None where N is small.
 
     Many tiles share x, but one thread issues a copy in about 48 ns, in which a multiprocessor takes in 1.6 KB: up to 32
     sequences, more than 8 tiles would leave copies of 2 KB.
@@ -440,12 +464,12 @@ def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | N
     most = most or (8 if batch_tile <= 32 else 14)
     fitting = [r for r in range(least, most + 1) if tiles % r == 0 and tiles // r >= MIN_BLOCKS]
 
-    def busiest(row_tiles: int) -> tuple[int, int]:
+    def busiest(row_tiles: int) -> int:
         """Row tiles of the multiprocessor that has most."""
-        share = -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
-        return share, -row_tiles
+        return -(-(tiles // row_tiles) // _MULTIPROCESSORS) * row_tiles
 
-    return min(fitting, key=busiest, default=None)
+    evenest = min(map(busiest, fitting), default=0)
+    return max((r for r in fitting if 20 * busiest(r) <= 21 * evenest), default=None)
 
 
 def _decode_ring(k: int, row_tiles: int, warp_split: int, batch_tile: int, bits: int, half: int) -> tuple[int, int]:

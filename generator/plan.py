@@ -18,12 +18,14 @@ from .heuristics import (
 from .precision import BF16, E4M3, Precision, get_precision
 from .schedules import ScheduleTable
 from .specs import (
+    ArgmaxPartsSpec,
     ArgmaxSpec,
     AttentionDecodeSpec,
     AttentionPrefillSpec,
     DecodeGemmSpec,
     GatherRowsSpec,
     GemmSpec,
+    Heads,
     KernelSpec,
 )
 
@@ -38,6 +40,7 @@ class Plan:
     decode: dict[str, dict[int, DecodeGemmSpec]]
     attention_decode: AttentionDecodeSpec
     argmax: ArgmaxSpec
+    argmax_parts: ArgmaxPartsSpec
     # of an FP8 prefill, for the parts of layers that stay in BF16
     prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
     attention_prefill_bf16: AttentionPrefillSpec | None = None
@@ -51,6 +54,7 @@ class Plan:
             *(spec for by_batch in self.decode.values() for spec in by_batch.values()),
             self.attention_decode,
             self.argmax,
+            self.argmax_parts,
             *(spec for by_rows in self.prefill_bf16.values() for spec in by_rows.values()),
             *([] if self.attention_prefill_bf16 is None else [self.attention_prefill_bf16]),
         )
@@ -90,6 +94,9 @@ def make_plan(
         raise UnsupportedError(f"{row.name} reads prompts in BF16 throughout: leave mixed out")
     plain = replace(get_precision("bf16"), kv=row.kv, copy=row.copy)
 
+    def of_op(op: str) -> tuple[Heads | None, int | None]:
+        return heads if op == "qkv" else None, config.vocab_size if op == "lm_head" else None
+
     def prefill(precision: Precision, ops: Iterable[str]) -> dict[str, dict[int, GemmSpec]]:
         return {op: gemm_specs(op, *shapes[op], precision, heads if op == "qkv" else None, table) for op in ops}
 
@@ -98,14 +105,12 @@ def make_plan(
         prefill=prefill(row, shapes),
         attention_prefill=attention_prefill_spec(heads, row),
         decode={
-            op: {
-                batch: decode_gemm_spec(op, n, k, batch, row, heads if op == "qkv" else None)
-                for batch in batch_tiles(op, row)
-            }
+            op: {batch: decode_gemm_spec(op, n, k, batch, row, *of_op(op)) for batch in batch_tiles(op, row)}
             for op, (n, k) in shapes.items()
         },
         attention_decode=attention_decode_spec(heads, row),
         argmax=ArgmaxSpec(config.vocab_size),
+        argmax_parts=ArgmaxPartsSpec(),
         prefill_bf16=prefill(plain, [op for op in shapes if op != "lm_head"]) if mixed else {},
         attention_prefill_bf16=attention_prefill_spec(heads, plain) if mixed else None,
     )

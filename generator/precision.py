@@ -1,9 +1,9 @@
 """The precisions that kernels are generated for: one row each, read by specs, ops and tests.
 
 A precision names four things: what the prefill GEMMs read, what the decode GEMMs read, what the KV cache holds,
-and what the head reads; of the cache also the form of an INT4 copy that decode reads in its place, of FP8 how weights
-are scaled and how products are summed, of INT4 how many of a row's weights share a scale, and whether they share a zero
-point.
+and what decode's head reads; of the cache also the form of an INT4 copy that decode reads in its place, of an FP8
+prefill how weights are scaled and how products are summed, of INT4 how many of a row's weights share a scale, and
+whether they share a zero point.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ CHANNEL = -1  # the group is a whole row, which is how GPTQ and compressed-tenso
 
 @dataclass(frozen=True)
 class Precision:
-    """Which element each phase of the model reads; ``weight_scales`` and ``accumulation`` are of FP8 GEMMs.
+    """Which element each phase of the model reads; ``weight_scales`` and ``accumulation`` are of FP8 prefill GEMMs.
 
-    ``group_size`` (one of ``GROUP_SIZES``, or ``CHANNEL``) and ``zero_points`` are of INT4 decode weights. The last
-    group of a row is shorter where K is no multiple of it. With ``gain_in_x`` these weights keep the codes that a
-    checkpoint came with, and the gains of norms are in the x that decode writes.
+    ``head`` is what decode reads its logits by; a prefill's head is BF16. E4M3 weights of decode have a scale a row.
+    ``group_size`` (one of ``GROUP_SIZES``, or ``CHANNEL``) and ``zero_points`` are of INT4 decode weights and of an
+    INT4 head. The last group of a row is shorter where K is no multiple of it. With ``gain_in_x`` INT4 projections keep
+    the codes that a checkpoint came with, and the gains of norms are in the x that decode writes.
     ``copy`` is the form of the INT4 copy of the cache, which both phases write beside it and decode alone reads.
 
     ``atol`` and ``rtol_factor`` are the tolerance rule of the kernels' tests: the error against a float32 reference
@@ -70,6 +71,20 @@ class Precision:
     gain_in_x: bool = False
     copy: KvFormat | None = None
 
+    @property
+    def decodes_codes(self) -> bool:
+        """Whether decode reads codes that a prefill does not: of its projections, of its head, or of the cache."""
+        return self.decode != BF16 or self.head != BF16 or self.copy is not None
+
+    @property
+    def suffix(self) -> str:
+        """The end of its name, behind what the projections read: that of the head, then that of the cache."""
+        head = next((suffix for suffix, element in _HEADS.items() if element == self.head), "")
+        return head + (_KV8 if self.kv == E4M3 else "") + ("" if self.copy is None else self.copy.suffix)
+
+
+_HEADS = {"-head8": E4M3, "-head4": INT4}
+_GAIN, _KV8 = "-gain", "-kv8"
 
 PRECISIONS: dict[str, Precision] = {
     "bf16": Precision("bf16", prefill=BF16, decode=BF16, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
@@ -93,16 +108,18 @@ PRECISIONS: dict[str, Precision] = {
     # INT4 weights where tokens are generated: symmetric, a scale for 128. Other groups by name: see get_precision.
     "int4": Precision("int4", prefill=BF16, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
     "fp8-int4": Precision("fp8-int4", prefill=E4M3, decode=INT4, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+    # E4M3 weights there: what INT4 is compared with.
+    "bf16-fp8": Precision("bf16-fp8", prefill=BF16, decode=E4M3, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
+    "fp8-fp8": Precision("fp8-fp8", prefill=E4M3, decode=E4M3, kv=BF16, head=BF16, rtol_factor=2.0, atol=2.0**-8),
 }
 
 # a row of INT4 weights, their groups, and where gains are: int4-g32-asym-gain
 _INT4_NAME = re.compile(r"(.*int4)(?:-g([1-9]\d*)|-(channel))?(-asym)?(-gain)?")
-_GAIN, _KV8 = "-gain", "-kv8"
 # a row, and its copy's form where that is not the default: bf16-kv4-head-min-h64
 _COPY_NAME = re.compile(r"(.+)-kv4(-head)?(-min)?(?:-h(0|[1-9]\d*))?")
 PRECISION_NAMES = (
-    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8, "
-    "then with -kv4, -head, -min, -h0, -h64 or -h128)"
+    f"{', '.join(PRECISIONS)} (int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -head8 "
+    "or -head4, then -kv8, then -kv4, -head, -min, -h0, -h64 or -h128)"
 )
 
 
@@ -110,8 +127,9 @@ def get_precision(name: str | Precision) -> Precision:
     """Look a precision up by name; UnsupportedError lists what exists.
 
     The rows of INT4 weights take other groups by suffix, zero points, and gains in x: int4-g32, int4-channel-asym,
-    fp8-int4-g64, int4-gain. Any row over BF16 pages takes pages of E4M3 by a suffix, fp8-int4-g32-kv8, and any row an
-    INT4 copy of its pages by a last one, with what differs from the default form: int4-kv8-kv4, bf16-kv4-head-min-h64.
+    fp8-int4-g64, int4-gain. Behind these any row takes a head of E4M3 or INT4 in decode (-head8, -head4; in the row's
+    groups), behind that pages of E4M3, fp8-int4-g32-head8-kv8, and last an INT4 copy of its pages, with what differs
+    from the default form: int4-kv8-kv4, bf16-kv4-head-min-h64.
     """
     if isinstance(name, Precision):
         return name
@@ -127,6 +145,10 @@ def get_precision(name: str | Precision) -> Precision:
     base = name.removesuffix(_KV8)
     if base != name and (row := get_precision(base)).kv == BF16 and row.copy is None:
         return replace(row, name=row.name + _KV8, kv=E4M3)
+    for suffix, element in _HEADS.items():
+        base = name.removesuffix(suffix)
+        if base != name and (row := get_precision(base)).suffix == "":
+            return replace(row, name=row.name + suffix, head=element)
     parts = _INT4_NAME.fullmatch(name)
     if parts is not None and parts[1] in PRECISIONS:
         row = PRECISIONS[parts[1]]
@@ -147,10 +169,5 @@ def gains_in_x(row: Precision) -> Precision:
     """The same row of INT4 weights, with the gains of norms in the x that decode writes."""
     if row.gain_in_x:
         return row
-    cache = cache_suffix(row)
-    return replace(row, name=row.name.removesuffix(cache) + _GAIN + cache, gain_in_x=True)
-
-
-def cache_suffix(row: Precision) -> str:
-    """The end of a row's name: what its cache holds."""
-    return (_KV8 if row.kv == E4M3 else "") + ("" if row.copy is None else row.copy.suffix)
+    base = row.name.removesuffix(row.suffix)
+    return replace(row, name=base + _GAIN + row.suffix, gain_in_x=True)

@@ -220,7 +220,7 @@ def test_perplexity_of_int4_is_decoded(tiny_base_model: Path, tmp_path: Path, ca
     assert int4["perplexity"] != prefill["perplexity"] == plain["perplexity"]
     assert not {"prefill", "decode"} & (int4.keys() | plain.keys())
     assert (
-        "(int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -kv8, then with -kv4, "
+        "(int4 also with -g32, -g64, -g256 or -channel, then -asym, then -gain; all with -head8 or -head4, then -kv8, "
         in failure(capsys, *common, "int4-g48")
     )
 

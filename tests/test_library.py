@@ -32,6 +32,7 @@ from futransformer.generator.plan import kernel_specs
 from futransformer.generator.specs import ABI_VERSION, KernelSpec
 from futransformer.library import KernelLibrary, load_kernels
 from futransformer.ops.interface import PROJECTIONS
+from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.int4 import round_to_nearest
 from tests.ops.stand_in import stand_in_library
 
@@ -113,6 +114,7 @@ def test_every_kernel_of_the_plan_is_loaded_once(exported: Path) -> None:
         ops._attention_prefill.kernel,
         ops._attention_decode.kernel,
         ops._argmax.kernel,
+        ops._argmax_parts.kernel,
     ]
     assert sorted(kernel.spec.name for kernel in loaded) == sorted(spec.name for spec in SPECS)
     assert all(kernel._cubin == kernel.record.name.encode() for kernel in loaded)
@@ -132,7 +134,9 @@ def test_an_export_of_another_model_is_refused(exported: Path) -> None:
     message = str(caught.value)
     assert str(exported) in message
     other = kernel_specs(load_config("llama-3.1-8b"), "bf16")
-    assert f"lacks {len(other)} of {len(other)} kernels, first {other[0].name}" in message
+    lacked = [spec for spec in other if spec not in SPECS]  # argmax of parts is of no model
+    assert len(lacked) == len(other) - 1
+    assert f"lacks {len(lacked)} of {len(other)} kernels, first {lacked[0].name}" in message
     assert "exported for smollm2-135m (bf16)" in message
     assert f"futransformer build CONFIG --output {exported}" in message
 
@@ -236,6 +240,24 @@ def test_codes_are_packed_where_they_are_read_and_nowhere_else(exported: Path, m
     assert fp8.pack("o", "decode", weight).dtype == torch.bfloat16
     with pytest.raises(InputError, match=r"reads torch.float8_e4m3fn, give it codes .*quantize_weight, not "):
         fp8.pack("o", "prefill", weight)
+
+
+def test_e4m3_of_decode_is_packed_with_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = stand_in_library(SMALL, monkeypatch, precision="fp8-fp8-head4")
+    logical = torch.randn(576, 576).bfloat16()
+    weight = quantize_weight("o", logical, "channel")
+    packed = kernels.pack("o", "decode", weight)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (576 * 580,))
+    assert kernels.pack("o", "prefill", weight.codes).dtype == torch.float8_e4m3fn
+    for wrong in (logical, weight.codes, packed):
+        with pytest.raises(InputError, match=r"the decode kernel reads E4M3, give it an Fp8Weight of .*, not torch\."):
+            kernels.pack("o", "decode", wrong)
+    with pytest.raises(InputError, match=r"the decode kernel reads E4M3, .*, not INT4"):
+        kernels.pack("o", "decode", round_to_nearest("o", logical, 128))
+    with pytest.raises(InputError, match=r"reads torch\.float8_e4m3fn, give it codes .*, not E4M3"):
+        kernels.pack("o", "prefill", weight)
+    with pytest.raises(InputError, match=r"the decode kernel reads INT4, .*, not E4M3"):
+        kernels.pack("lm_head", "decode", weight)
 
 
 def test_int4_is_packed_where_it_is_read_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

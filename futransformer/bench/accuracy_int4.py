@@ -1,4 +1,4 @@
-"""What INT4 decode weights cost a real model, and whether its kernels agree with the reference of that quantisation.
+"""What INT4 or E4M3 decode weights cost a real model, and whether kernels agree with the reference of that rounding.
 
     futransformer bench accuracy --precision int4-g32-asym --model MODEL --text FILE [--kernels DIR] ...
     futransformer bench accuracy --precision fp8-int4-g32-asym ... [--calibration FILE]
@@ -73,7 +73,8 @@ def reading_as_decoding(model: Llama) -> Llama:
     for layer in model.weights.layers:
         parts = {name: {**packed, "prefill": packed["decode"]} for name, packed in vars(layer).items()}
         layers.append(LayerWeights(**parts))
-    model.weights = replace(model.weights, layers=layers)
+    head = {**model.weights.lm_head, "prefill": model.weights.lm_head["decode"]}
+    model.weights = replace(model.weights, layers=layers, lm_head=head)
     return model
 
 

@@ -17,10 +17,9 @@ from futransformer.blocks import BlockScales, LayerWeights, Packed
 from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import Granularity, Precision
-from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.ops.interface import DecodeWeight, Fp8Output, Ops, Phase, Projection
 from futransformer.quantize import fp8 as quantize
 from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
-from futransformer.quantize.int4 import Int4Weight
 from futransformer.reference import ReferenceOps
 
 
@@ -124,7 +123,7 @@ class ScaledMmReference(ReferenceOps):
         self.fast = precision.accumulation == "fast"
         self.one = torch.ones((), device=device)
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
         """See ReferenceOps.pack; codes of FP8 stay codes."""
         if isinstance(logical, Tensor) and logical.dtype == torch.float8_e4m3fn:
             return logical

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 from futransformer.bench.case import Work
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.int4 import packed_bytes
+from futransformer.generator.heuristics import decode_element
+from futransformer.generator.packed import decode_bytes
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3, INT4, get_precision
+from futransformer.generator.precision import E4M3, get_precision
 from futransformer.ops.interface import Projection
 
 # 70b is the shape of every Llama of that size from 3 on; only max_position_embeddings differs.
 SHAPES = {"8b": "llama-3.1-8b", "70b": "llama-3-70b"}
+DECODE_PRECISIONS = {"bf16": "bf16", "int4": "int4", "fp8": "bf16-fp8"}  # by what decode reads, as cases name it
 BYTES = 2  # of a BF16 element
 FP8_BYTES = 1
 BLOCK_OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
@@ -74,10 +76,10 @@ def prefill_model_work(config: LlamaConfig, rows: int, precision: str) -> Work:
 
 
 def decode_weight_bytes(config: LlamaConfig, op: str, precision: str = "bf16") -> int:
-    """A projection's weight as decode reads it; of INT4 its scales as well."""
+    """A projection's weight as decode reads it, scales and all; of the head without padding."""
     n, k = projections(config)[op]
     row = get_precision(precision)
-    return packed_bytes(n, k, row.group_size, row.zero_points) if row.decode == INT4 else BYTES * n * k
+    return decode_bytes(decode_element(op, row), config.vocab_size if op == "lm_head" else n, k, row)
 
 
 def decode_gemm_work(config: LlamaConfig, op: str, batch: int, precision: str = "bf16") -> Work:
@@ -99,7 +101,7 @@ def decode_block_work(config: LlamaConfig, batch: int, context: int, precision: 
 
 
 def decode_step_work(config: LlamaConfig, batch: int, context: int, precision: str = "bf16") -> Work:
-    """All layers and the head, in BF16; the embedding is a gather of a few rows."""
+    """All layers and the head; the embedding is a gather of a few rows."""
     head = float(config.vocab_size * config.hidden_size)
     layers = decode_block_work(config, batch, context, precision).times(config.num_hidden_layers)
-    return layers + Work(2 * batch * head, BYTES * head)
+    return layers + Work(2 * batch * head, decode_weight_bytes(config, "lm_head", precision))

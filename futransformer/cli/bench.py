@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.errors import InputError
-from futransformer.generator.precision import BF16, INT4, get_precision
+from futransformer.generator.precision import BF16, get_precision
 
 if TYPE_CHECKING:
     from futransformer.bench.case import Ceilings
@@ -64,7 +64,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
     bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score")
     bench.add_argument(
-        "--precision", default="bf16", help="accuracy: bf16, fp8 (of the prefill), or one of INT4 in decode"
+        "--precision", default="bf16", help="accuracy: bf16, fp8 (of the prefill), or one of codes in decode"
     )
     bench.add_argument(
         "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
@@ -126,13 +126,13 @@ def _accuracy(args: argparse.Namespace) -> int:
     if args.model is None or args.text is None:
         raise InputError("bench accuracy needs --model MODEL and --text FILE")
     precision = get_precision(args.precision)
-    int4 = precision.decode == INT4
-    if not int4 and precision.name not in ("bf16", "fp8"):
-        raise InputError(f"bench accuracy measures bf16, fp8, and int4 in any groups, not {precision.name}")
+    coded = precision.decodes_codes
+    if not coded and precision.name not in ("bf16", "fp8"):
+        raise InputError(f"bench accuracy measures bf16, fp8, and codes that decode reads, not {precision.name}")
     _, text = read_text(args.text)
     where = results.environment(args.commit)
     model = model_folder(args.model)
-    if int4:
+    if coded:
         calibration = None if precision.prefill == BF16 else read_text(args.calibration)[1]
         rows = accuracy_int4.rows(model, text, precision.name, args.kernels, calibration)
     elif precision.name == "fp8":

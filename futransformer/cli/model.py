@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import BF16, E4M3, INT4, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
 
 if TYPE_CHECKING:
     from futransformer.model import Llama
@@ -64,7 +64,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--through",
         choices=tuple(DEFAULT_BATCH),
         help="the kernels to measure, or turns: half of a window is read, three eighths are decoded, the rest is read "
-        "(default: prefill, but decode where that reads INT4, weights or cache)",
+        "(default: prefill, but decode where that reads codes, of weights or of the cache)",
     )
     perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
     perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
@@ -159,8 +159,7 @@ def _perplexity(args: argparse.Namespace) -> int:
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
     precision = get_precision(args.precision)
-    decodes_int4 = precision.decode == INT4 or precision.copy is not None
-    through: Through = args.through or ("decode" if decodes_int4 else "prefill")
+    through: Through = args.through or ("decode" if precision.decodes_codes else "prefill")
     batch = DEFAULT_BATCH[through] if args.batch is None else args.batch
     if batch < 1:
         raise InputError(f"--batch must be at least 1 window, not {batch}")

@@ -10,13 +10,13 @@ from torch import Tensor
 from futransformer.arguments import Argument
 from futransformer.driver import Kernel
 from futransformer.generator.kv_format import KvFormat
-from futransformer.generator.precision import Element
+from futransformer.generator.precision import BF16, Element
 from futransformer.generator.specs import DecodeGemmSpec
-from futransformer.ops.validate import DTYPES, check_vector_arguments
+from futransformer.ops.validate import check_vector_arguments
 from futransformer.tma import tensor_map_column_groups
 
 # Arguments with one row a sequence; any other tensor belongs to all sequences together.
-ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out"})
+ROW_ARGUMENTS = frozenset({"x", "sumsq", "positions", "q", "slots", "residual", "out", "sumsq_out", "best"})
 
 
 class DecodeGemm:
@@ -52,7 +52,12 @@ class DecodeGemm:
     @property
     def weight_type(self) -> torch.dtype:
         """See ProjectionGemm.weight_type."""
-        return DTYPES[self._choose(1)[1].element]
+        return torch.bfloat16 if self.element == BF16 else torch.uint8
+
+    @property
+    def element(self) -> Element:
+        """See ProjectionGemm.element."""
+        return self._choose(1)[1].element
 
     @property
     def kv(self) -> Element:

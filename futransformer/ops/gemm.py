@@ -24,6 +24,7 @@ class PrefillGemm:
         self.kernels = dict(sorted(kernels.items()))
         _, spec = self._choose(1)
         self._weight_shape = spec.n, spec.k
+        self.element = spec.element
         self.operand = self.weight_type = DTYPES[spec.element]
         self.gain_in_x = False
         self.kv, self.copy = spec.kv, spec.copy

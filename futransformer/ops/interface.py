@@ -11,12 +11,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Projection = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+DecodeWeight = Tensor | Fp8Weight | Int4Weight  # a logical weight in any of the types that decode reads
 
 
 class Stream(NamedTuple):
@@ -36,6 +38,13 @@ class Fp8Output(NamedTuple):
     scale: Tensor  # float32 [1]: what a code of 1 is worth
     amax: Tensor  # float32 [1]: raised to the largest magnitude of a value
     saturated: Tensor  # int32 [1]: raised by the number of values beyond 448 scales
+
+
+class NextTokens(NamedTuple):
+    """The likeliest next token of T sequences, and the logits by which they were chosen, if these were asked for."""
+
+    tokens: Tensor  # int32 [T]
+    logits: Tensor | None  # as Ops.lm_head gives them
 
 
 class Ops(Protocol):
@@ -70,9 +79,9 @@ class Ops(Protocol):
         """
         ...
 
-    def pack(self, op: Projection, phase: Phase, logical: Tensor | Int4Weight) -> Tensor:
-        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16, E4M3 codes where the phase reads FP8,
-        an Int4Weight where it reads INT4. Scales of INT4 are inside what comes out.
+    def pack(self, op: Projection, phase: Phase, logical: DecodeWeight) -> Tensor:
+        """Turn a logical weight [N, K] into what this backend's GEMM reads: BF16; where prefill reads FP8, E4M3 codes;
+        where decode reads FP8 or INT4, an Fp8Weight or an Int4Weight, whose scales are inside what comes out.
         """
         ...
 
@@ -187,6 +196,12 @@ class Ops(Protocol):
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """Return float32 logits [T, vocab_size]; a view of a padded row when the vocabulary is not a multiple of 64."""
+        ...
+
+    def next_tokens(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, *, logits: bool = False, out: Tensor | None = None
+    ) -> NextTokens:
+        """Decode's ``lm_head`` and the ``argmax`` of its logits in one; logits are written if they are asked for."""
         ...
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:

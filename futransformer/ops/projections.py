@@ -41,7 +41,12 @@ class ProjectionGemm(Protocol):
 
     @property
     def weight_type(self) -> torch.dtype:
-        """Type of the packed weight; uint8 where it is INT4, with its scales."""
+        """Type of the packed weight; uint8 where scales are inside it."""
+        ...
+
+    @property
+    def element(self) -> Element:
+        """What the weight consists of."""
         ...
 
     @property
@@ -211,9 +216,26 @@ class Projections:
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor, padded_vocab: int) -> Tensor:
         """See Ops.lm_head."""
+        if phase == "decode":
+            return self.decode_head(x, sumsq, weight, padded_vocab, logits=True)[0]
         gemm, _ = self._checked(phase, "lm_head", x, self.config.hidden_size, weight, None)
         rowscale = self._rowscale("lm_head", x, sumsq)
         out = self._empty(x.shape[0], padded_vocab, FP32)
         if x.shape[0]:
             gemm.launch(x, weight, **rowscale, out=out)
         return out[:, : self.config.vocab_size]
+
+    def decode_head(
+        self, x: Tensor, sumsq: Tensor, weight: Tensor, padded_vocab: int, *, logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of decode [T, vocab_size], of no rows if nobody asks for them; and the best of each part of them,
+        float32 [T, parts, 2], as ArgmaxParts reads it.
+        """
+        gemm, _ = self._checked("decode", "lm_head", x, self.config.hidden_size, weight, None)
+        rowscale, rows = self._rowscale("lm_head", x, sumsq), x.shape[0]
+        parts = gemm.sumsq_parts(rows)
+        out = self._empty(rows if logits else 0, padded_vocab, FP32)  # an empty tensor's address is null
+        best = self._empty(rows, 2 * parts, FP32).view(rows, parts, 2)
+        if rows:
+            gemm.launch(x, weight, **rowscale, out=out, best=best)
+        return out[:, : self.config.vocab_size], best

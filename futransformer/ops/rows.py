@@ -1,4 +1,4 @@
-"""The row kernels: gather rows of a table (embedding, last rows of a prefill), and argmax over logits."""
+"""The row kernels: gather rows of a table (embedding, last rows of a prefill), argmax of logits, or of their parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from futransformer.driver import Kernel
-from futransformer.generator.specs import ArgmaxSpec, GatherRowsSpec
+from futransformer.generator.specs import ArgmaxPartsSpec, ArgmaxSpec, GatherRowsSpec
 from futransformer.ops.interface import Fp8Output, Stream
 from futransformer.ops.validate import check_aligned, check_tensor, fp8_arguments, gain_argument
 
@@ -67,4 +67,25 @@ class Argmax:
             check_tensor("argmax", "out", out, (rows,), torch.int32, device)
         if rows:
             self.kernel.launch((rows, 1, 1), logits=logits, logits_stride=logits.stride(0), out=out)
+        return out
+
+
+class ArgmaxParts:
+    """The index of the best of each row's candidates, which the blocks of decode's head have found."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        """Serve any number of parts."""
+        assert isinstance(kernel.spec, ArgmaxPartsSpec)
+        self.kernel = kernel
+
+    def __call__(self, best: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write ``out`` int32 [T] from ``best`` float32 [T, parts, 2]: values, and the bits of their int32 indices."""
+        device = self.kernel.device
+        rows, parts, _ = best.shape
+        if out is None:
+            out = torch.empty(rows, dtype=torch.int32, device=device)
+        else:
+            check_tensor("next_tokens", "out", out, (rows,), torch.int32, device)
+        if rows:
+            self.kernel.launch((rows, 1, 1), best=best, parts=parts, out=out)
         return out

@@ -15,7 +15,7 @@ from futransformer.ops.interface import Fp8Output
 # A GEMM's arguments that are accessed sixteen bytes at a time.
 VECTOR_ARGUMENTS = ("x", "weight", "rope_table", "q", "k_pages", "v_pages", "kv_copy", "residual", "out", "out_fp8")
 
-DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn, INT4: torch.uint8}  # of a packed weight
+DTYPES = {BF16: torch.bfloat16, E4M3: torch.float8_e4m3fn, INT4: torch.uint8}  # of elements in memory
 
 
 def check_tensor(
@@ -26,10 +26,10 @@ def check_tensor(
         raise InputError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dtype != dtype:
         remedy = f"convert it with .to({dtype})"
-        if torch.float8_e4m3fn in (dtype, tensor.dtype):
+        if torch.uint8 in (dtype, tensor.dtype):
+            remedy = "no conversion makes codes of it: see pack, and futransformer.quantize.int4 and .fp8"
+        elif torch.float8_e4m3fn in (dtype, tensor.dtype):
             remedy = "no conversion gives codes their scale: see futransformer.quantize.fp8, and fp8= of the operations"
-        elif torch.uint8 in (dtype, tensor.dtype):
-            remedy = "no conversion packs INT4: see round_to_nearest of futransformer.quantize.int4, and pack"
         raise InputError(f"{op}: {name} must be {dtype}, not {tensor.dtype}; {remedy}")
     if tensor.device != device and (device.index is not None or tensor.device.type != device.type):
         raise InputError(f"{op}: {name} is on {tensor.device}, the kernels are on {device}; move it there")

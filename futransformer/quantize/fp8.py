@@ -26,6 +26,14 @@ class Fp8Weight(NamedTuple):
     codes: Tensor
     scale: Tensor
 
+    def to(self, device: torch.device) -> Fp8Weight:
+        """The same weight on this device."""
+        return Fp8Weight(self.codes.to(device), self.scale.to(device))
+
+    def dequantise(self) -> Tensor:
+        """W in float32: one rounding of it, for a scale has as many digits as that."""
+        return self.codes.float().mul_(self.scale[:, None])
+
 
 def scale_of(amax: Tensor) -> Tensor:
     """The scale by which this magnitude takes the largest code, float32. Of nothing but zeros it is 1."""

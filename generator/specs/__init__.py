@@ -6,11 +6,12 @@ from .attention_prefill import AttentionPrefillSpec
 from .base import ABI_VERSION, Heads, KernelSpec, Param, Tile
 from .decode_gemm import DecodeGemmSpec
 from .gemm import GemmSpec
-from .rows import ArgmaxSpec, GatherRowsSpec
+from .rows import ArgmaxPartsSpec, ArgmaxSpec, GatherRowsSpec
 
 __all__ = [
     "ABI_VERSION",
     "PAGE_SIZE",
+    "ArgmaxPartsSpec",
     "ArgmaxSpec",
     "AttentionDecodeSpec",
     "AttentionPrefillSpec",

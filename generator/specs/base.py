@@ -135,6 +135,8 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     "scaled_swiglu": (*_ROWSCALE, _SCALE),
     # FP8 operands whose weight has a scale a row: scale [N], in the order of the chain's columns
     "channelscale": (_SCALE,),
+    # the same where the scales lie behind the packed codes of a decode weight
+    "weightscale": (),
     # x scale [1], + residual
     "scaled_residual": (_SCALE, pointer("residual", "const cutlass::bfloat16_t")),
     # + residual [rows, N]; may alias out
@@ -168,6 +170,8 @@ EPILOGUE_PARAMS: dict[str, tuple[Param, ...]] = {
     ),
     # float32 out [rows, N]
     "store_f32": (pointer("out", "float"),),
+    # the same unless out is null, and best [rows, parts], the largest of each block's columns and where it is
+    "store_logits": (pointer("out", "float"), pointer("best", "futransformer::Candidate")),
 }
 
 EPILOGUES: dict[str, tuple[str, ...]] = {
@@ -194,8 +198,14 @@ FP8_EPILOGUES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# A token's residual stream is a few kilobytes: decode keeps it in float32, beside the BF16 copy that GEMMs read.
-DECODE_EPILOGUES = {**EPILOGUES, "o": ("residual_f32",), "down": ("residual_f32",)}
+# A token's residual stream is a few kilobytes: decode keeps it in float32, beside the BF16 copy that GEMMs read. Its
+# head finds the likeliest tokens on the way.
+DECODE_EPILOGUES = {
+    **EPILOGUES,
+    "o": ("residual_f32",),
+    "down": ("residual_f32",),
+    "lm_head": ("rowscale", "store_logits"),
+}
 
 
 def with_kv(epilogue: tuple[str, ...], kv: Element, copy: KvFormat | None) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
 from ..kv_format import KvFormat
-from ..precision import BF16, INT4, Element
+from ..packed import e4m3_bytes
+from ..precision import BF16, E4M3, INT4, Element
 from .base import (
     DECODE_EPILOGUES,
     MAX_SHARED_BYTES,
@@ -50,11 +51,13 @@ class DecodeGemmSpec(KernelSpec):
     (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
 
+    E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
     With ``wgmma``, for INT4 weights and x in the ring, the warps that share a stage are warpgroups of four, among which
     row tiles need not divide evenly, and three more warps bring x into the order of wgmma's operands.
     With a ``copy`` a block finishes whole units of columns: all of its cluster's, of every split_k-th sequence.
+    The head's columns from ``vocab_size`` on, if that is not 0, are padding, which is never the likeliest token.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
     """
 
@@ -83,6 +86,7 @@ class DecodeGemmSpec(KernelSpec):
     gain_in_x: bool = False
     kv: Element = BF16  # what qkv writes to the pages
     copy: KvFormat | None = None  # the form of the INT4 copy that qkv writes beside them
+    vocab_size: int = 0
     wgmma: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.op in DECODE_EPILOGUES, f"op must be one of {', '.join(DECODE_EPILOGUES)}")
         self.require((self.heads is not None) == (self.op == "qkv"), "heads belong to qkv, and only to it")
         self.require((self.kv == BF16 and self.copy is None) or self.op == "qkv", "pages are written by qkv alone")
+        head_columns = self.n if self.op == "lm_head" else 1
+        self.require(self.vocab_size in range(head_columns), "vocab_size belongs to lm_head, and is less than its n")
         integers = self.batch_tile == 4 and self.element == INT4
         self.require(
             self.batch_tile in (8, 16, 32, 64) or integers,
@@ -191,9 +197,13 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes."""
+        """Shape of the packed weight: row tiles, warp loads along K, lanes, elements; INT4: tiles, units, bytes; E4M3:
+        bytes.
+        """
         if self.element == INT4:
             return (self.n // ROW_TILE, self.k // self.group_k, unit_bytes(self.group_k, self.zero_points))
+        if self.element == E4M3:
+            return (e4m3_bytes(self.n, self.k),)
         elements = LANE_BYTES * 8 // self.element.bits
         return (self.n // ROW_TILE, self.k * ROW_TILE // (_LANES * elements), _LANES, elements)
 
@@ -217,15 +227,19 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def epilogue(self) -> tuple[str, ...]:
-        """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32."""
+        """The operations applied to the complete sums, in order: prefill's, but for a residual stream in float32, and
+        scales that lie behind the weight.
+        """
         if self.gain_in_x:
             return ("residual_f32_gain",)
-        return with_kv(DECODE_EPILOGUES[self.op], self.kv, self.copy)
+        scaled = ("weightscale",) if self.element == E4M3 else ()
+        return (*scaled, *with_kv(DECODE_EPILOGUES[self.op], self.kv, self.copy))
 
     @property
     def name(self) -> str:
         """See KernelSpec.name."""
         shape = f"n{self.n}_k{self.k}" + (f"_{self.heads}" if self.heads else "")
+        shape += f"_v{self.vocab_size}" if self.vocab_size else ""
         groups = f"g{self.group_k}" + "z" * self.zero_points if self.group_k else ""
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
@@ -282,7 +296,9 @@ class DecodeGemmSpec(KernelSpec):
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = 44 if self.x_ahead else 12
-        rest = 48 if self.copy is not None and self.batch_tile <= 8 else 32  # few sums do not cover what a copy takes
+        rest = 32
+        if self.copy is not None:  # what it takes, as far as the sums that are done with do not cover it
+            rest += 16 if self.batch_tile <= 8 else 8 if self.element == INT4 else 0
         registers = sums + activations + weights + rest  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
@@ -298,5 +314,5 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def sumsq_parts(self) -> int:
-        """Columns of sumsq_out: one partial sum a sequence and block."""
+        """Columns of sumsq_out, or of best: one partial result a sequence and block."""
         return self.blocks

@@ -1,4 +1,4 @@
-"""The two row kernels at the ends of the model: gather rows of a table, and argmax over logits."""
+"""The row kernels at the ends of the model: gather rows of a table, and argmax over logits, or over their parts."""
 
 from __future__ import annotations
 
@@ -93,6 +93,35 @@ class ArgmaxSpec(KernelSpec):
             Param("logits_stride", "int32"),
             pointer("out", "int"),
         )
+
+    @property
+    def threads(self) -> int:
+        """See KernelSpec.threads."""
+        return self.threads_per_row
+
+
+@dataclass(frozen=True)
+class ArgmaxPartsSpec(KernelSpec):
+    """out[i] = the index of the best of best[i, :parts], which the blocks of decode's head have found."""
+
+    template: ClassVar[str] = "argmax_parts_sm90.cu.jinja"
+    instructions: ClassVar[tuple[str, ...]] = ("LDG.E.64",)
+    dependent_launch: ClassVar[bool] = True
+
+    threads_per_row: int = 512  # of 8B a row has 1002 or 2004 parts
+
+    def __post_init__(self) -> None:
+        self.require(legal_threads(self.threads_per_row), "threads_per_row must be a multiple of 32, at most 1024")
+
+    @property
+    def name(self) -> str:
+        """See KernelSpec.name."""
+        return f"argmax_parts_sm90_t{self.threads_per_row}"
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """See KernelSpec.params."""
+        return (pointer("best", "const futransformer::Candidate"), Param("parts", "int32"), pointer("out", "int"))
 
     @property
     def threads(self) -> int:

@@ -73,8 +73,18 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "decode_block/int4-g64": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g64"),
     "decode_block/int4-g32-asym": partial(decode_block.open_case, SMALL, 3, 100, precision="int4-g32-asym"),
     "decode_step/int4-g64": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64"),
+    "decode_step/int4-g64-head8": partial(decode_step.open_case, SMALL, 2, 70, precision="int4-g64-head8"),
+    **{
+        f"decode_gemm/{op}/bf16-fp8": partial(decode_gemm.open_case, SMALL, op, 3, precision="bf16-fp8")
+        for op in ("qkv", "o", "gate_up", "down")
+    },
+    "decode_gemm/chain/bf16-fp8": partial(decode_gemm.open_chain, SMALL, 3, precision="bf16-fp8"),
+    "decode_block/bf16-fp8": partial(decode_block.open_case, SMALL, 3, 100, precision="bf16-fp8"),
+    "decode_step/bf16-fp8-head4": partial(decode_step.open_case, SMALL, 2, 70, precision="bf16-fp8-head4"),
     "gateup_swiglu/fp8": partial(gateup_swiglu.open_fp8_case, SMALL, 24),
     **{f"gemm/{op}/fp8": partial(gemm.open_fp8_case, SMALL, op, 24) for op in ("qkv", "o", "gate_up", "down")},
+    "gemm/qkv/bf16-kv4": partial(gemm.open_case, SMALL, "qkv", 24, precision="bf16-kv4"),
+    "gemm/qkv/fp8-kv4": partial(gemm.open_fp8_case, SMALL, "qkv", 24, precision="fp8-kv4"),
     "gemm/host/fp8": partial(gemm.open_fp8_case, SMALL, "down", 1024),
     "prefill_block/fp8": partial(prefill_block.open_case, SMALL, (40, 40), precision="fp8"),
     "prefill_block/ragged/fp8": partial(prefill_block.open_case, SMALL, (1, 70, 9), precision="fp8"),
@@ -89,12 +99,13 @@ RUN_HERE = (
     "torch-fp8-mm",
     "torch-fp8-padded",
     "ours-default",
+    "ours-no-copy",
 )
 
 
 def precision_of(name: str) -> Precision:
     last = name.rpartition("/")[2]
-    return get_precision(last if last.startswith(("fp8", "int4")) else "bf16")
+    return get_precision(last if last.startswith(("fp8", "int4", "bf16-fp8")) else "bf16")
 
 
 @pytest.mark.parametrize("name", OPENED)
@@ -183,7 +194,11 @@ def test_cases_are_named_once_and_after_their_subject(subject: str) -> None:
     assert all(name.startswith(f"{subject}/") for name in names)
     assert any(case.default for case in cases)
     for case in cases:
-        assert [case.precision] == [name for name in ("fp8", "int4") if f"/{name}/" in case.name] or ["bf16"]
+        parts = case.name.split("/")
+        (read,) = {"fp8", "int4", "bf16-kv8"} & set(parts) or {"bf16"}
+        decoded = "bf16-fp8" if read == "fp8" and subject.startswith("decode") else read
+        head = "-head8" * ("head=fp8" in parts) + "-head4" * ("head=int4" in parts)
+        assert case.precision == decoded + head
     if not isinstance(cases[0], HostCase):
         assert all(isinstance(case, Case) and case.unit != "s" for case in cases)
 
@@ -206,6 +221,11 @@ def test_the_agreed_cases_exist() -> None:
         "decode_block/8b/int4/B=32/ctx=4096",
         "decode_block/70b/int4/B=2/ctx=1024",
         "decode_step/8b/int4/head=bf16/B=1/ctx=1024",
+        "decode_step/8b/int4/head=fp8/B=1/ctx=1024",
+        "decode_step/8b/int4/head=int4/B=1/ctx=1024",
+        "decode_step/8b/fp8/head=fp8/B=32/ctx=1024",
+        "decode_gemm/8b/chain/fp8/B=16",
+        "decode_block/8b/fp8/B=32/ctx=4096",
         "attention_decode/8b/bf16/B=32/ctx=4096",
         "attention_decode/8b/int4/B=32/ctx=4096",
         "decode_block/70b/bf16/B=64/ctx=131072",
@@ -264,8 +284,19 @@ def test_work_of_int4() -> None:
     assert bf16 == block_gemm_work(config, 8)
     assert int4 == Work(bf16.flops, bf16.bytes - 2 * 218_103_808 + weights)
     assert decode_gemm_work(config, "o", 8, "int4").bytes == 4096 * 4096 * (0.5 + 2 / 128) + 8 * 4096 * 2 * 3
-    step = decode_step_work(config, 1, 1, "int4")
-    assert step.floor_seconds(Ceilings(4.5, 1500.0, 800.0)) == pytest.approx(1.03e-3, rel=0.01)
+    ceilings = Ceilings(4.5, 1500.0, 800.0)
+    for head, milliseconds in (("", 1.03), ("-head8", 0.92), ("-head4", 0.86)):
+        step = decode_step_work(config, 1, 1, f"int4{head}")
+        assert step.floor_seconds(ceilings) == pytest.approx(milliseconds * 1e-3, rel=0.01)
+
+
+def test_work_of_fp8_decode() -> None:
+    """A byte a weight and four a row: the floor of an 8B layer is 48.5 us at 4.5 TB/s."""
+    config = shape_config("8b")
+    weights = 218_103_808 + 4 * (6144 + 4096 + 2 * 14336 + 4096)
+    assert decode_block_work(config, 1, 1024, "bf16-fp8").bytes == weights + 2 * 2 * 1024 * 1024
+    bf16, e4m3 = (decode_chain_work(config, 8, precision) for precision in ("bf16", "bf16-fp8"))
+    assert e4m3 == Work(bf16.flops, bf16.bytes - 2 * 218_103_808 + weights)
 
 
 def test_work_of_an_int4_copy() -> None:

@@ -40,6 +40,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
         *in_turn(plan.decode),
         plan.attention_decode,
         plan.argmax,
+        plan.argmax_parts,
     )
 
 
@@ -57,6 +58,15 @@ INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][64],
     make_plan(load_config("llama-3.1-8b"), "int4-g32-asym").decode["gate_up"][64],
 )
+LARGE_FP8_DECODE = make_plan(load_config("llama-3.1-8b"), "bf16-fp8-head8")
+FP8_DECODE = (
+    LARGE_FP8_DECODE.decode["gate_up"][8],
+    LARGE_FP8_DECODE.decode["o"][16],
+    LARGE_FP8_DECODE.decode["qkv"][32],
+    LARGE_FP8_DECODE.decode["gate_up"][32],
+    LARGE_FP8_DECODE.decode["down"][64],
+    LARGE_FP8_DECODE.decode["lm_head"][8],
+)
 PLANNED = (
     *one_of_each(SMALL),
     *LARGE.prefill["qkv"].values(),
@@ -71,6 +81,7 @@ PLANNED = (
     LARGE_FP8.gather_rows["prefill_fp8"],
     LARGE_FP8.attention_prefill,
     *INT4_DECODE,
+    *FP8_DECODE,
     LARGE_KV8.prefill["qkv"][MAX_ROWS],
     LARGE_KV8.attention_prefill,
     LARGE_KV8.decode["qkv"][32],
@@ -122,7 +133,7 @@ def test_a_kernel_is_made_of_what_its_spec_promises(built: Mapping[str, KernelRe
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8], ids=["bf16", "kv8"])
+@pytest.mark.parametrize("plan", [LARGE, LARGE_KV8, LARGE_FP8_DECODE], ids=["bf16", "kv8", "fp8"])
 def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, KernelRecord], plan: Plan) -> None:
     """One scheduler holds two of the five warps of qkv's block: a warp of attention fits there as well."""
     warps = [plan.decode["qkv"][32]] * 2 + [plan.attention_decode]
@@ -131,7 +142,7 @@ def test_attentions_blocks_may_start_beside_those_of_qkv(built: Mapping[str, Ker
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("spec", INT4_DECODE, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*INT4_DECODE, *FP8_DECODE], ids=lambda spec: spec.name)
 def test_codes_become_operands_in_registers(built: Mapping[str, KernelRecord], spec: KernelSpec) -> None:
     """From the first product to the last nothing is stored, and codes are read sixteen bytes at a time."""
     found = instructions(built[spec.name].cubin, BuildSettings.from_environment())

@@ -21,7 +21,6 @@ from futransformer.generator.precision import (
     INT4,
     PRECISIONS,
     Element,
-    cache_suffix,
     gains_in_x,
     get_precision,
 )
@@ -159,7 +158,8 @@ def test_the_order_is_that_of_the_model() -> None:
     config = CONFIGS["llama-3.1-8b"]
     names = [spec.name for spec in kernel_specs(config, "bf16")]
     assert names == [spec.name for spec in kernel_specs(replace(config), get_precision("bf16"))]
-    heads = [re.match(r"(gather_rows|attention_\w+?|argmax|(?:decode_)?gemm_\w+?)_sm90", name) for name in names]
+    role = r"(gather_rows|attention_\w+?|argmax(?:_parts)?|(?:decode_)?gemm_\w+?)_sm90"
+    heads = [re.match(role, name) for name in names]
     roles = [role for role, _ in itertools.groupby(found[1] for found in heads if found)]
     ops = ("qkv", "o", "gate_up", "down", "lm_head")
     assert roles == [
@@ -169,6 +169,7 @@ def test_the_order_is_that_of_the_model() -> None:
         *(f"decode_gemm_{op}" for op in ops),
         "attention_decode",
         "argmax",
+        "argmax_parts",
     ]
 
 
@@ -250,7 +251,7 @@ def test_int4_rows_that_do_not_exist_are_refused(name: str) -> None:
 def test_an_int4_copy_of_the_cache_by_a_last_suffix(name: str, base: str, copy: KvFormat) -> None:
     row = get_precision(name)
     assert row == replace(get_precision(base), name=name, copy=copy)
-    assert get_precision(base).name + cache_suffix(row).removeprefix(cache_suffix(get_precision(base))) == name
+    assert get_precision(base).name + row.suffix.removeprefix(get_precision(base).suffix) == name
 
 
 def test_the_usual_form_of_a_copy_is_no_part_of_a_name() -> None:
@@ -270,7 +271,31 @@ def test_an_unknown_precision_is_refused_with_those_that_exist() -> None:
         kernel_specs(CONFIGS["llama-3.1-8b"], "int2")
 
 
-@pytest.mark.parametrize("base", ["bf16", "fp8", "fp8-promoted", "int4-g32-asym", "fp8-int4"])
+@pytest.mark.parametrize(("suffix", "element"), [("-head8", E4M3), ("-head4", INT4)])
+@pytest.mark.parametrize("base", ["bf16", "fp8-promoted", "int4-g32-asym-gain", "fp8-int4", "bf16-fp8"])
+def test_heads_by_a_suffix(base: str, suffix: str, element: Element) -> None:
+    """Of any row, in its groups, before the suffix of pages: decode's kernels of the head are others, and no more."""
+    row, plain = get_precision(base + suffix), get_precision(base)
+    assert (row.name, row.head) == (base + suffix, element)
+    assert (row.group_size, row.zero_points) == (plain.group_size, plain.zero_points)
+    both = get_precision(row.name + "-kv8")
+    assert (both.name, both.suffix, both.head, both.kv) == (f"{row.name}-kv8", f"{suffix}-kv8", element, E4M3)
+    config = CONFIGS["llama-3.1-8b"]
+    plan = make_plan(config, row)
+    assert set(plan.specs()) - set(kernel_specs(config, base)) == set(plan.decode["lm_head"].values())
+    assert {spec.element for spec in plan.prefill["lm_head"].values()} == {BF16}
+    for wrong in (f"{base}-kv8{suffix}", f"{base}{suffix}{suffix}", f"{base}-head8-head4"):
+        with pytest.raises(UnsupportedError, match=f"precision '{wrong}' is not implemented"):
+            get_precision(wrong)
+
+
+def test_gains_stand_before_the_suffixes_of_head_and_pages() -> None:
+    row = gains_in_x(get_precision("int4-g32-head8-kv8"))
+    assert row.name == "int4-g32-gain-head8-kv8"
+    assert get_precision(row.name) == row
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp8", "fp8-promoted", "int4-g32-asym", "fp8-int4", "fp8-fp8-head4"])
 def test_pages_of_e4m3_by_a_suffix(base: str) -> None:
     """Of any row: the kernels that write or read pages are others, and no more than these."""
     row = get_precision(f"{base}-kv8")

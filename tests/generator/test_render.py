@@ -117,7 +117,7 @@ def test_a_misspelt_name_is_an_error(template: str) -> None:
     """Change each name that a template reads, one at a time: none may render as nothing."""
     spec = ONE_OF_EACH_TEMPLATE[template]
     variants = misspelt((TEMPLATES / template).read_text())
-    assert len(variants) >= 4
+    assert len(variants) >= 3
     for variant in variants:
         with pytest.raises(jinja2.UndefinedError):
             _environment().from_string(variant).render(spec.context())

@@ -22,13 +22,16 @@ START = (5, 1, 64)  # lengths before the first step: page boundaries fall on dif
 class RecordedGraph:
     """Stands in for a CUDA graph: a replay runs what was captured, with the arguments of its capture."""
 
-    def __init__(self, step: DecodeStep, pages: int, logits: Tensor) -> None:
+    def __init__(self, step: DecodeStep, pages: int, logits: Tensor | None) -> None:
         self.step, self.pages, self.logits = step, pages, logits
         self.replays = 0
 
     def replay(self) -> None:
         self.replays += 1
-        self.logits.copy_(self.step._run(self.pages))
+        found = self.step._run(self.pages, self.logits is not None)
+        assert (found is None) == (self.logits is None), "logits are given where they are asked for"
+        if self.logits is not None and found is not None:
+            self.logits.copy_(found)
 
 
 @pytest.fixture
@@ -36,8 +39,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """The graphs that are captured, in order."""
     captured: list[RecordedGraph] = []
 
-    def capture(step: DecodeStep, pages: int) -> Any:
-        captured.append(RecordedGraph(step, pages, torch.empty(step.tokens.shape[0], 258)))
+    def capture(step: DecodeStep, pages: int, logits: bool) -> Any:
+        captured.append(RecordedGraph(step, pages, torch.empty(step.tokens.shape[0], 258) if logits else None))
         return captured[-1], captured[-1].logits
 
     monkeypatch.setattr(DecodeStep, "_capture", capture)
@@ -76,7 +79,22 @@ def test_greedy_tokens_feed_the_next_step(tiny_base_model: Path, graphs: list[Re
         expected = eager.ops.argmax(eager.decode(expected))
         tokens = replayed.decode_greedily(tokens)
         assert torch.equal(tokens, expected)
-    assert graphs
+    assert {graph.logits for graph in graphs} == {None}, "a greedy step asked for logits"
+
+
+def test_steps_with_and_without_logits_take_turns(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
+    """Each kind of step has graphs of its own, over the same state."""
+    eager, replayed = (begin(tiny_base_model, capturable=capturable) for capturable in (False, True))
+    tokens = torch.tensor([1, 2, 3], dtype=torch.int32)
+    for step in range(12):
+        expected = eager.decode(tokens)
+        if step % 3:
+            tokens = replayed.decode_greedily(tokens).clone()
+        else:
+            assert torch.equal(replayed.decode(tokens), expected)
+            tokens = eager.ops.argmax(expected)
+        assert torch.equal(tokens, eager.ops.argmax(expected))
+    assert len({graph.logits is None for graph in graphs}) == 2
 
 
 def test_logits_outlive_the_next_step(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:

@@ -108,6 +108,33 @@ struct Random<cutlass::bfloat16_t> {
   }
 };
 
+// Codes as the operands that are made of them, worth 2^-120 of theirs; sums are not exact.
+template <>
+struct Random<cutlass::float_e4m3_t> {
+  static constexpr bool kExact = false;
+  std::normal_distribution<float> normal;
+
+  float x(std::mt19937& random) { return normal(random); }
+  Bytes weight(int n, int k, std::mt19937& random, std::vector<float>& logical) {
+    Bytes packed(size_t(n) * k);
+    for (int i = 0; i < n * k / 2; ++i) {
+      // Half e of word 2 j + half of lane 4 g + t, MMA j of a group of 32 k: codes of k e and k 2 + e of its four.
+      int const e = i % 2, half = i / 2 % 2, j = i / 4 % 2, lane = i / 8 % 32, group = i / 256 % (k / 32);
+      int const row = i / 256 / (k / 32) * 16 + lane / 4 + 8 * half, first_k = 32 * group + 8 * (lane % 4) + 4 * j + e;
+      unsigned code[2];
+      for (int pair = 0; pair < 2; ++pair) {
+        code[pair] = random() % 127 | random() % 2 << 7;
+        int const exponent = code[pair] >> 3 & 15, mantissa = code[pair] & 7;
+        float const size = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+        logical[row * k + first_k + 2 * pair] = std::ldexp(code[pair] & 128 ? -size : size, -120);
+      }
+      packed.store(2 * i, (code[0] & 0x80) << 8 | (code[0] & 0x7f) << 4 | (code[1] & 0x80) << 4 | (code[1] & 0x70) << 8 |
+                              (code[1] & 0x0f));
+    }
+    return packed;
+  }
+};
+
 template <int GroupK, bool ZeroPoints>
 struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
   static constexpr bool kExact = true;
@@ -214,6 +241,10 @@ template <auto... Tiling>
 void check(int m) {
   check_of<cutlass::bfloat16_t, Tiling...>(m);
 }
+template <auto... Tiling>
+void check_e4m3(int m) {
+  check_of<cutlass::float_e4m3_t, Tiling...>(m);
+}
 template <int GroupK, bool ZeroPoints, auto... Tiling>
 void check_int4(int m) {
   check_of<futransformer::Int4<GroupK, ZeroPoints>, Tiling...>(m);
@@ -245,6 +276,13 @@ int main() {
   check<192, 256, 32, 6, 1, 4, 2, 2, 128, 2, NextAt::Lead>(19);  // a cluster whose slices are one stage
   check<128, 2560, 32, 4, 1, 4, 4, 4, 128, 2>(20);               // a ring that turns by a single stage
   check<128, 512, 16, 8, 1, 2, 8, 2, 64, 1>(16);                 // a cluster of eight, each finishing a tile
+
+  check_e4m3<64, 4096, 8, 4, 1, 8, 1, 4, 256, 4, NextAt::Lead, true>(8);  // as they are planned
+  check_e4m3<64, 1536, 8, 1, 1, 8, 1, 2, 1024, 1, NextAt::Start>(3);     // a last stage that only some warps share
+  check_e4m3<112, 1024, 16, 7, 7, 1, 1, 3, 256, 0, NextAt::Lead, true>(13);  // x in the ring
+  check_e4m3<192, 1408, 32, 6, 1, 4, 2, 5, 128, 2, NextAt::Lead>(32);        // a cluster, x by lanes
+  check_e4m3<128, 704, 64, 4, 2, 2, 2, 3, 128>(50);  // a cluster whose slices end in short stages
+  check_e4m3<224, 512, 32, 14, 7, 1, 1, 3, 128>(29);
 
   check_int4<128, false, 64, 4096, 8, 2, 1, 8, 1, 3, 1024, 2, NextAt::Start>(5);  // a unit a warp and stage, x by lanes
   check_int4<128, true, 64, 1536, 8, 2, 1, 4, 1, 2, 1024, 1, NextAt::Lead>(8);    // two, and zero points

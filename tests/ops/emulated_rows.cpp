@@ -2,6 +2,8 @@
 // and in FP8.
 #include "epilogue.cuh"
 #include "epilogue_fp8.cuh"
+#include "candidate.cuh"
+
 #include "rows.cuh"
 
 static int failures = 0;
@@ -38,6 +40,35 @@ void check_argmax(int padding, int misalignment) {
       if (!std::isnan(value) && (best < 0 || value > logits[row * stride + best])) best = column;
     }
     expect(out[row] == max(best, 0), "argmax", Columns, row);
+  }
+}
+
+// Parts that are tied, have no number, or are -inf; the lowest index of the largest, wherever its part stands.
+template <int Threads>
+void check_argmax_parts(int parts) {
+  using futransformer::Candidate;
+  constexpr int kRows = 4;
+  std::mt19937 random(parts);
+  std::vector<Candidate> best(kRows * parts);
+  for (int part = 0; part < parts; ++part) {
+    int const index = 10 * (parts - 1 - part);  // the lowest index comes last
+    best[part] = {float(int(random() % 3)), index};
+    best[parts + part] = random() % 2 ? Candidate{-INFINITY, index} : Candidate::none();
+    best[2 * parts + part] = Candidate::none();
+    best[3 * parts + part] = {part == parts / 2 ? 9.f : -0.f, index};
+  }
+  std::vector<int> out(kRows, -1);
+  emulator::launch({kRows, 1, 1}, Threads, [&] {
+    futransformer::ArgmaxParts<Threads>::run(best.data(), parts, out.data());
+    emulator::expect(emulator::current->waited, "argmax read before the kernel before was done");
+  });
+  for (int row = 0; row < kRows; ++row) {
+    Candidate found = Candidate::none();
+    for (int part = 0; part < parts; ++part) {
+      Candidate const other = best[row * parts + part];
+      if (other.value > found.value || (other.value == found.value && other.index < found.index)) found = other;
+    }
+    expect(out[row] == (found.index == INT_MAX ? 0 : found.index), "argmax of parts", parts, row);
   }
 }
 
@@ -176,6 +207,9 @@ int main() {
     }
   }
   check_argmax<4099, 1024>(1, 2);
+  check_argmax_parts<64>(1);
+  check_argmax_parts<64>(63);
+  check_argmax_parts<512>(2004);
   for (bool const with_residual : {false, true}) {
     check_gather<8, 32>(with_residual);
     check_gather<576, 128>(with_residual);

@@ -560,6 +560,12 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   for (int i = 0; i < 4; ++i) chosen |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
   return chosen;
 }
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
+inline uint32_t __vimax3_u32(uint32_t a, uint32_t b, uint32_t c) { return max(max(a, b), c); }
+inline uint32_t __vimin_s16x2_relu(uint32_t a, uint32_t b) {
+  auto const half = [](uint32_t x, uint32_t y) { return uint16_t(max(min(int16_t(x), int16_t(y)), int16_t(0))); };
+  return half(a, b) | uint32_t(half(a >> 16, b >> 16)) << 16;
+}
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

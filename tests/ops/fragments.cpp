@@ -1,8 +1,8 @@
 // A decode warp on the host: the kernel's own fragment arithmetic around an MMA that CuTe's traits define.
 //
-// usage: fragments WEIGHT_TYPE N K M WEIGHT X OUT. WEIGHT_TYPE is bf16, or int4 with the length of a packed group and a z
-// for zero points (int4-64z); WEIGHT is in that type's fragment order, X bf16 [M, K] with M a multiple of 8. OUT becomes
-// float32 [M, N] = X W^T.
+// usage: fragments WEIGHT_TYPE N K M WEIGHT X OUT. WEIGHT_TYPE is bf16, e4m3, or int4 with the length of a packed group and
+// a z for zero points (int4-64z); WEIGHT is in that type's fragment order, X bf16 [M, K] with M a multiple of 8. OUT
+// becomes float32 [M, N] = X W^T.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +13,7 @@
 
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cutlass/half.h>
+#include <futransformer/e4m3_operand.cuh>
 #include <futransformer/fragment.cuh>
 
 using namespace futransformer;
@@ -113,6 +114,11 @@ int main(int, char** argv) {
   if (type == "int4-64z") out = multiply<WeightFragment<Int4<64, true>>>(n, k, m, weight, x);
   if (type == "int4-128") out = multiply<WeightFragment<Int4<128, false>>>(n, k, m, weight, x);
   if (type == "int4-128z") out = multiply<WeightFragment<Int4<128, true>>>(n, k, m, weight, x);
+  if (type == "e4m3") {
+    out = multiply<WeightFragment<cutlass::float_e4m3_t>>(n, k, m, weight, x);
+    float const* const scales = reinterpret_cast<float const*>(weight.data()) + size_t(n) * k / 4;
+    for (size_t i = 0; i < out.size(); ++i) out[i] = out[i] * kE4m3Operand * scales[i % n];
+  }
   FILE* file = std::fopen(argv[7], "wb");
   return file && std::fwrite(out.data(), sizeof(float), out.size(), file) == out.size() && !std::fclose(file) ? 0 : 2;
 }

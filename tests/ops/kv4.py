@@ -12,7 +12,7 @@ from futransformer.reference import natural_order
 
 def copied(before: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, form: KvFormat) -> Tensor:
     """``before`` [num_pages, heads, page bytes] with the tokens in these slots (negative ones left out)."""
-    after, slots = before.clone(), slots[slots >= 0]
+    after, slots = before.clone(), slots[slots >= 0].to(before.device)
     k, v = (pages[slots // PAGE_SIZE, :, slots % PAGE_SIZE] for pages in (k_pages, v_pages))
     keys = quantise_kv(rotate(natural_order(k), form.hadamard), form)
     store_tokens(after, slots, keys, quantise_kv(v, form), form)

@@ -75,6 +75,9 @@ KV4: dict[str, Precision] = {
     "llama-3.2-3b-kv4": get_precision("bf16-kv4-head-min-h128"),
 }
 KV4_INT4 = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-fp8-int4-kv8-kv4-min")
+# E4M3 weights there, the head's included; and heads of INT4 with the two kinds of groups, over BF16 and E4M3.
+FP8_DECODE = ("smollm2-135m-bf16-fp8-head8", "llama-3.1-8b-bf16-fp8-head8", "odd-bf16-fp8-head8")
+INT4_HEADS = ("smollm2-135m-int4-g32-asym-head4", "llama-3.1-8b-int4-head4", "odd-bf16-fp8-head4")
 
 # FP8 prefill before INT4 decode, which the real model goes through in turns.
 BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
@@ -82,16 +85,13 @@ BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
 # and the decode GEMMs of the fewest, and of wgmma, serve all. That saves two kernels of three.
 WHOLE = (
-    "smollm2-135m",
-    "llama-3.1-8b",
-    "odd",
-    "smollm2-135m-fp8",
-    "llama-3.1-8b-fp8",
-    *INT4[:4],
-    BOTH_PHASES,
-    *KV4_INT4,
+    *("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8"),
+    *(*INT4[:4], *FP8_DECODE[:2], BOTH_PHASES, *KV4_INT4),
 )
-MODELS = (*WHOLE, *INT4[4:], "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8, *KV4)
+MODELS = (
+    *(*WHOLE, *INT4[4:], *FP8_DECODE[2:], *INT4_HEADS),
+    *("odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8, *KV4),
+)
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so
 # is the last tile of N. All kernels that are chosen for them, and one of every kind of cluster and schedule; a split of
@@ -165,12 +165,15 @@ COPIES_NAME = "copies"
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
-    name = name.partition("-int4")[0].partition("-kv")[0].removesuffix("-fp8")
+    name = name.partition("-int4")[0].partition("-bf16-fp8")[0].partition("-kv")[0].removesuffix("-fp8")
     return MADE_UP[name] if name in MADE_UP else load_config(name)
 
 
 def precision_of(name: str) -> Precision:
     """The precision of a model's tested kernels."""
+    _, fp8, suffix = name.partition("-bf16-fp8")
+    if fp8:
+        return get_precision(f"bf16-fp8{suffix}")
     before, int4, groups = name.partition("-int4")
     prefill = "fp8-" if before.endswith("-fp8") else ""
     return get_precision(f"{prefill}int4{groups}") if int4 else {**FP8, **KV8, **KV4}.get(name, _BF16)

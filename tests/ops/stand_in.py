@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from futransformer import library
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.plan import make_plan
-from futransformer.generator.precision import INT4, Precision, get_precision
+from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import (
     PAGE_SIZE,
+    ArgmaxPartsSpec,
     ArgmaxSpec,
     AttentionDecodeSpec,
     AttentionPrefillSpec,
@@ -31,11 +32,12 @@ from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.ops.interface import Fp8Output, Phase, Projection
-from futransformer.packing import unpack_decode, unpack_int4, unpack_prefill
+from futransformer.packing import unpack_decode, unpack_e4m3, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear, with_gain
 from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
+NO_INDEX = 2**31 - 1  # of parts that have no number
 FP8_ARGUMENTS = ("out_scale", "amax", "saturated")  # as Fp8Output has them
 
 
@@ -62,6 +64,13 @@ class StandInKernel:
                 arguments["out_fp8"].copy_(stream.x)
         elif isinstance(spec, ArgmaxSpec):
             arguments["out"].copy_(self.ops.argmax(arguments["logits"]))
+        elif isinstance(spec, ArgmaxPartsSpec):
+            values, bits = arguments["best"].unbind(2)
+            assert arguments["parts"] == values.shape[1]
+            index = bits.contiguous().view(torch.int32)
+            part = self.ops.argmax(values.masked_fill(index == NO_INDEX, torch.nan)).long()
+            chosen = index.gather(1, part[:, None])[:, 0]
+            arguments["out"].copy_(chosen.where(chosen < NO_INDEX, 0))
         else:
             assert isinstance(spec, (AttentionPrefillSpec, AttentionDecodeSpec))
             self._attend(spec, **arguments)
@@ -76,6 +85,8 @@ class StandInKernel:
             logical = unpack_int4(op, weight, spec.n, spec.group_k).dequantise()
             if spec.batch_tile <= SPLIT_BATCH:
                 x = as_integers(x, spec.group_k)
+        elif spec.element == E4M3:
+            logical = unpack_e4m3(op, weight, spec.n).dequantise()
         else:
             logical = unpack_decode(op, weight, spec.n).float()
         scale = arguments.get("scale")
@@ -113,7 +124,11 @@ class StandInKernel:
         else:
             mean = arguments["sumsq"].sum(1, keepdim=True) / spec.k
             rstd = torch.rsqrt(mean + self.ops.rms_norm_eps)
-            written.copy_(F.linear(x.float(), logical) * rstd)
+            logits = F.linear(x.float(), logical) * rstd
+            if len(written):  # nobody may have asked for them
+                written.copy_(logits)
+            if isinstance(spec, DecodeGemmSpec):
+                arguments["best"].copy_(best_of_parts(logits, spec))
 
     def _attend(self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, **arguments: Any) -> None:
         shape = (-1, spec.heads.num_key_value_heads, PAGE_SIZE, spec.heads.head_dim)
@@ -132,6 +147,18 @@ class StandInKernel:
             most = table.shape[1] * PAGE_SIZE
             out = arguments["out"]
             self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale, kv_copy=kv_copy)
+
+
+def best_of_parts(logits: Tensor, spec: DecodeGemmSpec) -> Tensor:
+    """The largest number of each block's columns and the bits of its lowest index; of none -inf, and NO_INDEX."""
+    real = logits[:, : spec.vocab_size or spec.n]
+    parts = F.pad(real, (0, spec.n - real.shape[1]), value=torch.nan).view(len(logits), spec.blocks, -1)
+    numbers = parts.isnan().logical_not()
+    values = parts.masked_fill(~numbers, -torch.inf).amax(2)
+    column = ((parts == values[..., None]) & numbers).int().argmax(2)
+    index = column + torch.arange(spec.blocks) * parts.shape[2]
+    index = index.where(numbers.any(2), NO_INDEX).int()
+    return torch.stack((values, index.view(torch.float32)), 2)
 
 
 def fp8_output(arguments: dict[str, Any]) -> Fp8Output | None:

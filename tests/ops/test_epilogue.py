@@ -22,15 +22,18 @@ from futransformer.generator.precision import E4M3, E4M3_MAX, Precision, get_pre
 from futransformer.generator.render import _environment
 from futransformer.generator.specs import PAGE_SIZE, DecodeGemmSpec, GemmSpec
 from futransformer.ops.interface import PROJECTIONS, Fp8Output, Phase, Projection
-from futransformer.packing import pack_decode, pack_prefill, pack_scale
+from futransformer.packing import pack_decode, pack_e4m3, pack_prefill, pack_scale
+from futransformer.quantize.fp8 import Fp8Weight, quantize_weight
 from futransformer.reference import ReferenceOps, scaled_linear
 from tests.ops.fp8 import EARLIER_COUNT, fp8_output, quantised
 from tests.ops.tolerance import e4m3_step
 
 BF16, FP8, GAIN = get_precision("bf16"), get_precision("fp8"), get_precision("int4-gain")
 BY_CHANNEL = replace(FP8, weight_scales="channel")
+DECODE_FP8 = get_precision("bf16-fp8-head8")
 KV8, FP8_KV8 = get_precision("bf16-kv8"), get_precision("fp8-kv8")
 ROWS = (1, 17, 37)  # of the 48 that three warps of the prefill hold
+E4M3_OPERAND = 2.0**-120  # what a code of 1 is worth as an operand
 ROOM = 3  # rows behind the last: nobody may write them
 
 # No N is a multiple of its tile; the padding of the vocabulary has columns of its own.
@@ -43,6 +46,7 @@ CHAINS: dict[str, tuple[Phase, Precision]] = {
     "prefill": ("prefill", BF16),
     "decode": ("decode", BF16),
     "decode-gain": ("decode", GAIN),
+    "decode-fp8": ("decode", DECODE_FP8),
     "prefill-fp8-tensor": ("prefill", FP8),
     "prefill-fp8-channel": ("prefill", BY_CHANNEL),
     "prefill-kv8": ("prefill", KV8),
@@ -58,7 +62,8 @@ def specs_of(
     (n, k), heads = projections(config)[op], config.heads if op == "qkv" else None
     if phase == "prefill":
         return tuple(dict.fromkeys(gemm_specs(op, n, k, precision, heads).values()))
-    return tuple(decode_gemm_spec(op, n, k, batch, precision, heads) for batch in BATCH_TILES)
+    tokens = config.vocab_size if op == "lm_head" else None
+    return tuple(decode_gemm_spec(op, n, k, batch, precision, heads, tokens) for batch in BATCH_TILES)
 
 
 def packed_rows(phase: Phase, op: Projection, n: int) -> Tensor:
@@ -92,6 +97,10 @@ class Problem:
         self.residual_f32 = normal(rows, config.hidden_size) * 4
         self.residual = self.residual_f32.bfloat16()
         self.gain = torch.rand(config.hidden_size, generator=generator) + 0.5 if precision.gain_in_x else None
+        self.weight: Fp8Weight | None = None
+        if precision.decode == E4M3:
+            self.weight = quantize_weight(op, self.logical, "channel")
+            self.logical = self.weight.dequantise()
         self.scale: Tensor | None = None
         if precision.prefill == E4M3:
             self._quantise(precision)
@@ -145,7 +154,11 @@ class Problem:
             "v_pages": poisoned(*self.page_shape),
             "out": out,
             "sumsq_out": poisoned(room, spec.sumsq_parts, dtype=torch.float32),
+            "best": poisoned(room, spec.sumsq_parts, 2, dtype=torch.float32),
         }
+        if self.weight is not None:
+            files["sums"] = scaled_linear(self.x, self.weight.codes, None)[:, order].contiguous() * E4M3_OPERAND
+            files["weight"] = pack_e4m3(self.op, self.weight)
         if self.gain is not None:
             files["gain"] = self.gain
         if self.scale is not None:
@@ -219,6 +232,8 @@ def check(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, 
             unit = 2.0**-7 * want.abs()
         worst = ((actual - want).abs() - unit - 2.0**-20 * want.abs().max()).max()
         assert worst <= 0, f"{name} is off by {worst:.3e}"
+    if problem.op == "lm_head" and phase == "decode":
+        check_best(problem, spec, written)
     if problem.op in ("o", "down"):
         added = scaled_linear(problem.x, problem.logical, problem.scale)
         added += problem.residual if phase == "prefill" else problem.residual_f32
@@ -242,7 +257,11 @@ def run_chains(
     template = _environment().overlay().from_string((Path(__file__).parent / "emulated_epilogue.cpp.jinja").read_text())
     emulate(
         "epilogue",
+        "e4m3_operand",
         "epilogue_fp8",
+        "weight_scale",
+        "candidate",
+        "store_logits",
         "kv_int4",
         "epilogue_kv",
         "tile_epilogue",
@@ -260,6 +279,21 @@ def run_chains(
     ]
 
 
+def check_best(problem: Problem, spec: GemmSpec | DecodeGemmSpec, written: dict[str, Tensor]) -> None:
+    """Of every block's logits, padding left out, the largest and its lowest index; none where all is padding."""
+    rows, vocabulary = problem.rows, problem.config.vocab_size
+    padding = spec.n - vocabulary
+    logits = F.pad(written["out"][:rows, :vocabulary], (0, padding), value=-torch.inf)
+    parts = logits.view(rows, spec.sumsq_parts, -1)
+    values, bits = written["best"][:rows].unbind(2)
+    index = bits.contiguous().view(torch.int32)
+    best = parts.max(2)
+    first = torch.arange(spec.sumsq_parts) * parts.shape[2]
+    assert torch.equal(values, best.values)
+    assert torch.equal(index, (best.indices + first).int().where(best.values > -torch.inf, 2**31 - 1))
+    assert written["best"][rows:].isnan().all()
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("head_dim", CONFIGS)
 @pytest.mark.parametrize("chains", CHAINS)
@@ -269,7 +303,7 @@ def test_chains_in_the_emulator(emulate: Callable[..., str], tmp_path: Path, cha
         (Problem(config, op, rows, precision), spec)
         for op in OPS_OF[head_dim]
         # the head is BF16 in all, and a gain belongs to what o and down write
-        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision is BF16)))
+        if (op == "qkv" or (precision.kv != E4M3 and (op != "lm_head" or precision in (BF16, DECODE_FP8))))
         and (op in ("o", "down") or not precision.gain_in_x)
         for spec in specs_of(phase, config, op, precision)
         for rows in (ROWS if isinstance(spec, GemmSpec) else (spec.batch_tile - 3,))

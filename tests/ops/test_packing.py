@@ -17,7 +17,17 @@ from futransformer.generator.int4 import packed_group, unit_bytes
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import CHANNEL, GROUP_SIZES
 from futransformer.ops.interface import Projection
-from futransformer.packing import pack_decode, pack_int4, pack_prefill, unpack_decode, unpack_int4, unpack_prefill
+from futransformer.packing import (
+    pack_decode,
+    pack_e4m3,
+    pack_int4,
+    pack_prefill,
+    unpack_decode,
+    unpack_e4m3,
+    unpack_int4,
+    unpack_prefill,
+)
+from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -98,6 +108,56 @@ def test_decode_order(op: Projection) -> None:
                     assert packed[tile, step, lane, value] == row * k + feature
 
 
+def e4m3_weight(n: int, k: int) -> Fp8Weight:
+    """Any codes, and a scale a row."""
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
+    codes[codes % 128 == 127] = 0  # which are not numbers
+    return Fp8Weight(codes.view(torch.float8_e4m3fn), torch.rand(n, generator=generator) + 0.5)
+
+
+@pytest.mark.parametrize("op", ["o", "gate_up"])
+def test_e4m3_order(op: Projection) -> None:
+    """A word is four codes of a row: bit moves make BF16's sign of it, and behind that E4M3's exponent and mantissa."""
+    n, k = 32, 96
+    weight = e4m3_weight(n, k)
+    codes, packed = weight.codes.view(torch.uint8), pack_e4m3(op, weight)
+    assert packed.shape == (n * (k + 4),)
+    scales = packed[n * k :].view(torch.float32)
+    words = packed[: n * k].view(torch.int32).view(n // 16, k // 32, 8, 4, 2, 2).tolist()
+    for tile, group, g, t, mma, half in itertools.product(range(n // 16), range(k // 32), *map(range, (8, 4, 2, 2))):
+        column = 16 * tile + g + 8 * half
+        row = column // 2 + column % 2 * (n // 2) if op == "gate_up" else column
+        assert scales[column] == weight.scale[row]
+        word = words[tile][group][g][t][mma][half] & 0xFFFFFFFF
+        first, second = word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700
+        operands = [operand >> 16 * e & 0xFFFF for operand in (first, second) for e in (0, 1)]
+        k_of_lane = 32 * group + 8 * t + 4 * mma
+        assert [bits >> 8 & 0x80 | bits >> 4 & 0x7F for bits in operands] == codes[row, k_of_lane:][:4].tolist()
+
+
+@pytest.mark.parametrize("op", ["o", "gate_up", "lm_head"])
+@pytest.mark.parametrize("k", [32, 576])
+def test_e4m3_unpacking_is_the_exact_inverse(k: int, op: Projection) -> None:
+    weight = e4m3_weight(100 if op == "lm_head" else 96, k)
+    unpacked = unpack_e4m3(op, pack_e4m3(op, weight), len(weight.codes))
+    assert torch.equal(unpacked.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    assert torch.equal(unpacked.scale, weight.scale)
+    if op == "lm_head":
+        padded = unpack_e4m3(op, pack_e4m3(op, weight), 128)
+        assert not padded.codes[100:].float().any()
+        assert not padded.scale[100:].any()
+
+
+def test_e4m3_weights_that_no_kernel_reads_are_refused() -> None:
+    weight = e4m3_weight(32, 64)
+    for wrong in (Fp8Weight(weight.codes, weight.scale[:1]), Fp8Weight(weight.codes.float(), weight.scale)):
+        with pytest.raises(InputError, match=r'o: FP8 weights of decode are .* with a scale a row .*"channel"'):
+            pack_e4m3("o", wrong)
+    with pytest.raises(InputError, match="in_features of 32"):
+        pack_e4m3("o", e4m3_weight(32, 48))
+
+
 @pytest.mark.parametrize("op", ["o", "gate_up"])
 @pytest.mark.parametrize(("group_size", "k", "group_k"), [(32, 96, 32), (64, 192, 64), (128, 256, 128), (256, 320, 64)])
 def test_int4_order(op: Projection, group_size: int, k: int, group_k: int) -> None:
@@ -157,9 +217,11 @@ def test_int4_weights_that_no_kernel_reads_are_refused() -> None:
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
 def test_packed_shapes_are_what_the_kernels_read(model: str) -> None:
     config = load_config(model)
-    plan = make_plan(config, "bf16")
+    plan, fp8 = make_plan(config, "bf16"), make_plan(config, "bf16-fp8-head8")
     for op in OPS:
         n, k = projections(config)[op]
+        for decode_spec in fp8.decode[op].values():
+            assert decode_spec.weight_shape == (n * k + 4 * n,)
         logical = torch.empty(n, k, dtype=torch.bfloat16, device="meta")
         for spec in plan.prefill[op].values():
             assert pack_prefill(op, logical).shape == (spec.n, spec.k)
@@ -198,6 +260,23 @@ def test_fragments_against_cute(with_cute: Callable[[str], Path], tmp_path: Path
     subprocess.run([with_cute("fragments"), "bf16", str(n), str(k), str(m), *files], check=True)
     out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
     assert torch.equal(out, x.float() @ weight.float().T)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("k", [32, 576])
+def test_e4m3_fragments_against_cute(with_cute: Callable[[str], Path], tmp_path: Path, k: int) -> None:
+    """The same of E4M3, every code: what operands and scales are worth; sums are those of float32."""
+    n, m = 48, 8
+    weight = e4m3_weight(n, k)
+    x = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(k)).bfloat16()
+    files = [tmp_path / name for name in ("weight", "x", "out")]
+    files[0].write_bytes(pack_e4m3("o", weight).numpy().tobytes())
+    files[1].write_bytes(x.view(torch.int16).numpy().tobytes())
+    subprocess.run([with_cute("fragments"), "e4m3", str(n), str(k), str(m), *files], check=True)
+    out = torch.frombuffer(bytearray(files[2].read_bytes()), dtype=torch.float32).view(m, n)
+    dequantised = weight.codes.double() * weight.scale[:, None]
+    limit = (x.double().abs() @ dequantised.abs().T) * (k + 4) * 2.0**-24
+    assert ((out - x.double() @ dequantised.T).abs() <= limit).all()
 
 
 @pytest.mark.compile

@@ -292,13 +292,28 @@ def test_decode_reads_int4_as_bytes_and_x_in_bf16(op: Projection) -> None:
 
 @pytest.mark.parametrize("op", [op for op in PROJECTIONS if op != "lm_head"])
 def test_a_weight_that_is_not_packed_int4_is_named(recorded: Recorded, op: Projection) -> None:
-    int4, shape, kind = Recorded("int4-g64"), "must have shape", "must be torch.*; no conversion packs INT4"
+    int4, shape, kind = Recorded("int4-g64"), "must have shape", "must be torch.*; no conversion makes codes of it"
     for there, name, message in ((int4, "int4-g32-asym", shape), (int4, "bf16", kind), (recorded, "int4-g64", kind)):
         arguments = there.arguments("decode", op)
         arguments["weight"] = Recorded(name).arguments("decode", op)["weight"]
         with pytest.raises(InputError, match=f"^{op}: weight {message}"):
             there.run(op, arguments)
         assert there.launched == []
+
+
+@pytest.mark.parametrize("op", PROJECTIONS)
+def test_decode_reads_codes_of_a_head_and_of_e4m3_as_bytes(op: Projection) -> None:
+    """x stays in BF16, and no scale is an argument: they are inside the packed weight."""
+    for precision, element in (("bf16-fp8-head8", E4M3), ("bf16-fp8-head4", INT4 if op == "lm_head" else E4M3)):
+        recorded = Recorded(precision)
+        arguments = recorded.arguments("decode", op)
+        assert (arguments["x"].dtype, arguments["weight"].dtype) == (torch.bfloat16, torch.uint8)
+        assert recorded.arguments("prefill", op)["weight"].dtype == torch.bfloat16
+        recorded.run(op, arguments)
+        (kernel,) = recorded.launched
+        assert kernel.spec.element == element
+        assert kernel.spec.epilogue[0] == ("weightscale" if element == E4M3 else "rowscale")
+        assert "scale" not in kernel.launches[0][1]
 
 
 # FP8 operands and results

@@ -352,4 +352,4 @@ def test_argmax_names_wrong_arguments(logits: Tensor, message: str) -> None:
 @pytest.mark.compile
 def test_kernels_in_the_emulator(emulate: Emulate) -> None:
     """The kernels' source, run on the host thread by thread: every alignment, ties, NaN, bad indices, FP8 codes."""
-    assert emulate("rows", "epilogue", "epilogue_fp8") == ""
+    assert emulate("rows", "epilogue", "epilogue_fp8", "candidate") == ""

@@ -17,16 +17,16 @@ from futransformer.blocks import BlockScales, DecodePass, LayerWeights, Packed, 
 from futransformer.checkpoint import rope_table
 from futransformer.fp8_scaling import READERS, block_scales
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.heuristics import decode_element
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3, E4M3_MAX, INT4, Granularity, Precision, get_precision
+from futransformer.generator.precision import E4M3, E4M3_MAX, Granularity, Precision, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
 from futransformer.layer_parts import HALF_OF, Part, Parts, parse_parts
 from futransformer.library import KernelLibrary
 from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Ops, Projection
-from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
-from futransformer.weights import LlamaWeights
+from futransformer.weights import LlamaWeights, as_decoded
 from tests.ops.fp8 import E4M3_ROUNDING, KV_SCALE, fp8_output, quantised, unbounded
 from tests.ops.stand_in import stand_in_library
 
@@ -35,7 +35,7 @@ EVERY_WIDTH = ("group16", "llama-3.2-3b", "group5", "llama-3-70b", "odd")
 BOTH_HEAD_DIMS = ("smollm2-135m", "llama-3.1-8b")
 KV8_MODELS = ("smollm2-135m-kv8", "group16-kv8")
 FP8_MODELS = ("smollm2-135m-fp8", "llama-3.1-8b-fp8", "odd-fp8")
-INT4_MODELS = ("smollm2-135m-int4-g32-asym", "llama-3.1-8b-int4")
+CODED_MODELS = ("smollm2-135m-int4-g32-asym", "llama-3.1-8b-int4", "smollm2-135m-bf16-fp8-head8", "odd-bf16-fp8-head4")
 KV4_MODELS = ("smollm2-135m-kv4", "smollm2-135m-int4-g32-asym-kv4", "group16-kv4", "llama-3.2-3b-kv4")
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 POSITIONS = 4096
@@ -71,12 +71,8 @@ class RandomModel:
     def weights(self, ops: Ops) -> LlamaWeights:
         """Everything packed for a backend."""
 
-        groups = self.precision.group_size
-
         def pack(op: Projection, logical: Tensor) -> Packed:
-            decoded: Tensor | Int4Weight = logical
-            if self.precision.decode == INT4 and op != "lm_head":
-                decoded = round_to_nearest(op, logical, groups, zero_points=self.precision.zero_points)
+            decoded = as_decoded(op, logical, decode_element(op, self.precision), self.precision)
             return {"prefill": ops.pack(op, "prefill", logical), "decode": ops.pack(op, "decode", decoded)}
 
         layers = [
@@ -142,14 +138,17 @@ def check_logits(ops: KernelLibrary, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + INT4_MODELS + KV4_MODELS)
+@pytest.mark.parametrize("model", EVERY_WIDTH + KV8_MODELS + CODED_MODELS + KV4_MODELS)
 def test_logits(gpu_ops: GpuOps, model: str) -> None:
     check_logits(gpu_ops(model), LENGTHS)
 
 
 @pytest.mark.parametrize(
     "precision",
-    ["bf16", "bf16-kv8", "int4", "int4-g32-asym", "int4-g64-asym-kv8", "bf16-kv4", "int4-g32-asym-kv8-kv4-min"],
+    [
+        *("bf16", "bf16-kv8", "int4", "int4-g32-asym-head4", "int4-g64-asym-kv8", "bf16-fp8-head8"),
+        *("bf16-kv4", "int4-g32-asym-kv8-kv4-min"),
+    ],
 )
 def test_logits_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     check_logits(stand_in_library(TINY, monkeypatch, precision=precision), (1, 17, 65))
@@ -310,7 +309,7 @@ def check_replays(ops: KernelLibrary, steps: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + INT4_MODELS + KV4_MODELS[:2])
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + KV8_MODELS[:1] + CODED_MODELS + KV4_MODELS[:2])
 def test_replayed_steps_equal_eager_ones(gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     ops = gpu_ops(model)
     monkeypatch.delattr(ops._projections, "_empty")  # filling outputs in between would keep launches from overlapping
@@ -345,7 +344,8 @@ def padded_step(model: Llama, last_token: int) -> Tensor:
     slots[3] = -1
     lengths = upload([1, 1, 1, 0], torch.int32, device)
     rows = DecodePass(positions, slots, table, lengths, max_seqlen_k=64)
-    logits = model._decode_logits(upload([1, 5, 7, last_token], torch.int32, device), rows)
+    logits = model._decode_tokens(upload([1, 5, 7, last_token], torch.int32, device), rows, logits=True)
+    assert logits is not None
     written = ~model.cache.pool.isnan().flatten(3).all(-1)  # [K or V, layer, page]
     expected = torch.zeros(model.cache.num_pages, dtype=torch.bool, device=device)
     expected[table[:3, 0].long()] = True
@@ -354,7 +354,7 @@ def padded_step(model: Llama, last_token: int) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + INT4_MODELS + KV4_MODELS[:1])
+@pytest.mark.parametrize("model", BOTH_HEAD_DIMS + CODED_MODELS + KV4_MODELS[:1])
 def test_padded_rows_do_no_harm(gpu_ops: GpuOps, model: str) -> None:
     check_padding(gpu_ops(model))
 

@@ -32,6 +32,7 @@ from tests.ops import test_attention_decode as decode_attention
 from tests.ops import test_attention_prefill as prefill_attention
 from tests.ops import test_decode_gemm as decode_gemm
 from tests.ops import test_gemm as prefill_gemm
+from tests.ops import test_next_tokens as next_tokens
 from tests.ops import test_odd_shapes as odd_shapes
 from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
@@ -92,6 +93,8 @@ def model_cases(ops: KernelLibrary) -> Iterator[Case]:
             yield Case(f"prefill/{op}/M={rows}", partial(odd_shapes.check_prefill, ops, op, rows))
         for tile in ops.plan.decode[op]:
             yield Case(f"decode/{op}/B={tile - EMPTY_ROWS}", partial(check_decode, ops, op, tile))
+        if op == "lm_head":  # whose logits nobody may ask for
+            yield Case("decode/next_tokens/B=1", partial(next_tokens.check_tokens, ops, 1))
 
 
 def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:

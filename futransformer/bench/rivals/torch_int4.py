@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.bench.case import RivalMissingError
-from futransformer.bench.int4 import Int4Block
+from futransformer.bench.coded import CodedBlock
 from futransformer.bench.rivals.torch_bf16 import Shape, rms_norm, rotate, swiglu
 from futransformer.generator.precision import CHANNEL
+from futransformer.ops.interface import DecodeWeight
 from futransformer.quantize.int4 import MIDDLE, Int4Weight
 
 INNER_K_TILES = 8  # what gpt-fast packs with; 4 and 2 are for K that this does not divide
@@ -30,8 +31,9 @@ class Weight(NamedTuple):
     group_size: int
 
     @classmethod
-    def of(cls, weight: Int4Weight) -> Weight:
+    def of(cls, weight: DecodeWeight) -> Weight:
         """Pack a natural weight."""
+        assert isinstance(weight, Int4Weight)
         if weight.group_size == CHANNEL or weight.codes.shape[1] % weight.group_size:
             raise RivalMissingError(f"its groups divide K, and {weight.group_size} does not")
         scales = weight.scales.float()
@@ -54,7 +56,7 @@ class Block(NamedTuple):
     gain: Tensor
 
     @classmethod
-    def of(cls, block: Int4Block, gain: Tensor) -> Block:
+    def of(cls, block: CodedBlock, gain: Tensor) -> Block:
         """Pack a layer."""
         qkv, o, gate_up, down = (Weight.of(weight) for weight in block)
         return cls(qkv, o, gate_up, down, gain)

@@ -1,7 +1,7 @@
-"""decode_block/{8b,70b}/{bf16,int4}/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
+"""decode_block/{8b,70b}/{bf16,int4,fp8}/B=.../ctx=...: one layer of a decode step, in a graph over several layers.
 
 Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well,
-and so is ``torch-int4``, of the same codes as ours. The cache is BF16 in either precision.
+and so is ``torch-int4``, of the same codes as ours. The cache is BF16 in every precision.
 
 decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
 beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from futransformer.bench.case import MEMORY_BOUND, Case, Contender, Expected, Problem
+from futransformer.bench.coded import CodedBlock
 from futransformer.bench.graphs import graphed
-from futransformer.bench.int4 import Int4Block
 from futransformer.bench.llama import (
     Cache,
     NaturalBlock,
@@ -29,7 +29,7 @@ from futransformer.bench.llama import (
 )
 from futransformer.bench.rivals import torch_bf16, torch_int4
 from futransformer.bench.runner import Bench
-from futransformer.bench.shapes import decode_block_work, shape_config
+from futransformer.bench.shapes import DECODE_PRECISIONS, decode_block_work, shape_config
 from futransformer.blocks import LayerWeights, llama_block
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import INT4, get_precision
@@ -44,6 +44,8 @@ DEFAULT = {
     ("70b", "bf16"): {(1, 1024), (32, 1024)},
     ("8b", "int4"): {*((batch, 1024) for batch in BATCHES[:-1]), (1, 4096), (32, 4096)},
     ("70b", "int4"): {(batch, 1024) for batch in BATCHES[:-1]},
+    ("8b", "fp8"): {*((batch, 1024) for batch in BATCHES[:-1]), (1, 4096), (32, 4096)},
+    ("70b", "fp8"): {(1, 1024), (32, 1024)},
 }
 INVARIANT_BATCHES = (1, 4, 8)
 INVARIANT_CONTEXTS = (1024, 4096)
@@ -54,14 +56,14 @@ def cases() -> Sequence[Case]:
     return [
         *(
             Case(
-                f"decode_block/{shape}/{precision}/B={batch}/ctx={context}",
+                f"decode_block/{shape}/{read}/B={batch}/ctx={context}",
                 "us",
                 MEMORY_BOUND,
                 partial(open_case, shape, batch, context, precision=precision),
-                default=(batch, context) in DEFAULT[shape, precision],
+                default=(batch, context) in DEFAULT[shape, read],
                 precision=precision,
             )
-            for precision in ("bf16", "int4")
+            for read, precision in DECODE_PRECISIONS.items()
             for shape in ("8b", "70b")
             for batch in BATCHES
             for context in CONTEXTS
@@ -80,7 +82,7 @@ def cases() -> Sequence[Case]:
 
 
 class DecodeInputs:
-    """Layers with their caches, and one new row a sequence; where decode reads INT4, the layers hold its values."""
+    """Layers with their caches, and one new row a sequence; where decode reads codes, the layers hold their values."""
 
     def __init__(
         self,
@@ -95,15 +97,12 @@ class DecodeInputs:
         self.paging = Paging(batch, context, device)
         self.rows = self.paging.decode_pass()
         self.layers: list[NaturalBlock] = []
-        self.int4: list[Int4Block] = []  # the same in codes
+        self.read: list[CodedBlock] = []  # the same as ours and the references read them
         row = get_precision(precision)
         for _ in range(layers):
             layer = NaturalBlock.random(config, device)
-            if row.decode == INT4:
-                self.int4.append(Int4Block.of(layer, row))
-                layer = self.int4[-1].natural(layer.gain)
-            self.layers.append(layer)
-        self.read: Sequence[NaturalBlock | Int4Block] = self.int4 or self.layers  # by ours and the references
+            self.read.append(CodedBlock.of(layer, row))
+            self.layers.append(self.read[-1].natural(layer.gain))
         self.caches = [self.paging.cache(config) for _ in range(layers)]
         self.x = random_tensor(batch, config.hidden_size, device=device)
         self.rope_table = device_rope_table(config, context, device)
@@ -133,7 +132,7 @@ class DecodeInputs:
         function = torch_bf16.compiled(functions[rival])
         weights: Sequence[NaturalBlock | torch_int4.Block] = self.layers
         if rival == "torch-int4":
-            layers = zip(self.int4, self.layers, strict=True)
+            layers = zip(self.read, self.layers, strict=True)
             weights = [torch_int4.Block.of(codes, layer.gain) for codes, layer in layers]
 
         def call(layer: NaturalBlock | torch_int4.Block, cache: Cache, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""decode_gemm/{8b,70b}/{qkv,o,gate_up,down,chain}/{bf16,int4}/B=...: a projection with its epilogue; all in turn.
+"""decode_gemm/{8b,70b}/{qkv,o,gate_up,down,chain}/{bf16,int4,fp8}/B=...: a projection with its epilogue; all in turn.
 
 Weights are cold, calls graphed, of ours each launched while the one before it ends. ``torch-bf16`` is the bare product
 of the same shape, without norm, RoPE, SwiGLU or residual, ``torch-int4`` that of PyTorch's INT4 weights; their chain is
@@ -18,13 +18,19 @@ from futransformer.bench.graphs import graphed
 from futransformer.bench.llama import sets_for
 from futransformer.bench.rivals import torch_int4
 from futransformer.bench.runner import Bench
-from futransformer.bench.shapes import BLOCK_OPS, decode_chain_work, decode_gemm_work, shape_config
+from futransformer.bench.shapes import (
+    BLOCK_OPS,
+    DECODE_PRECISIONS,
+    decode_chain_work,
+    decode_gemm_work,
+    shape_config,
+)
 from futransformer.bench.subjects.projection import ProjectionInputs
 from futransformer.generator.precision import INT4, get_precision
 from futransformer.ops.interface import Projection
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-DEFAULT_BATCHES = {"bf16": (1, 8, 32), "int4": (1, 8, 16, 32)}
+DEFAULT_BATCHES = {"bf16": (1, 8, 32), "int4": (1, 8, 16, 32), "fp8": (1, 8, 16, 32)}  # by what decode reads
 Products = Callable[[ProjectionInputs], list[Callable[[], object]]]  # one bare product a weight
 OPS: tuple[Projection | Literal["chain"], ...] = (*BLOCK_OPS, "chain")
 
@@ -33,16 +39,16 @@ def cases() -> Sequence[Case]:
     """See futransformer.bench.subjects."""
     return [
         Case(
-            f"decode_gemm/{shape}/{op}/{precision}/B={batch}",
+            f"decode_gemm/{shape}/{op}/{read}/B={batch}",
             "us",
             MEMORY_BOUND,
-            partial(open_chain, shape, batch, precision=precision)
+            partial(open_chain, shape, batch, precision=DECODE_PRECISIONS[read])
             if op == "chain"
-            else partial(open_case, shape, op, batch, precision=precision),
-            default=shape == "8b" and batch in DEFAULT_BATCHES[precision],
-            precision=precision,
+            else partial(open_case, shape, op, batch, precision=DECODE_PRECISIONS[read]),
+            default=shape == "8b" and batch in DEFAULT_BATCHES[read],
+            precision=DECODE_PRECISIONS[read],
         )
-        for precision in DEFAULT_BATCHES
+        for read in DEFAULT_BATCHES
         for shape in ("8b", "70b")
         for batch in BATCHES
         for op in OPS

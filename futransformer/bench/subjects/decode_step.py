@@ -1,7 +1,7 @@
-"""decode_step/8b/{bf16,int4}/head=bf16/B=.../ctx=...: a whole step, from newest tokens' embedding to the next tokens.
+"""decode_step/8b/{bf16,int4,fp8}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens' embedding to the next tokens.
 
-Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph) run the same random model;
-the check compares the logits that the next tokens come from, after all layers.
+Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph, the head a product in BF16)
+run the same random model; the check compares the logits that the next tokens come from, after all layers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.bench.case import MEMORY_BOUND, Case, Contender, Expected, Problem
+from futransformer.bench.coded import rounded, worth
 from futransformer.bench.graphs import graphed
 from futransformer.bench.llama import random_tensor, random_weight
 from futransformer.bench.rivals import torch_bf16
 from futransformer.bench.runner import Bench
-from futransformer.bench.shapes import decode_step_work, shape_config
+from futransformer.bench.shapes import DECODE_PRECISIONS, decode_step_work, shape_config
 from futransformer.bench.subjects.decode_block import DecodeInputs, in_turn, rivals
+from futransformer.generator.precision import get_precision
 from futransformer.reference import ReferenceOps
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 1024, 4096)
+HEADS = {"bf16": "", "fp8": "-head8", "int4": "-head4"}
 DEFAULT = {(1, 1024), (8, 1024), (32, 1024)}
 
 
@@ -31,14 +34,16 @@ def cases() -> Sequence[Case]:
     """See futransformer.bench.subjects."""
     return [
         Case(
-            f"decode_step/8b/{precision}/head=bf16/B={batch}/ctx={context}",
+            f"decode_step/8b/{read}/head={head}/B={batch}/ctx={context}",
             "ms",
             MEMORY_BOUND,
-            partial(open_case, "8b", batch, context, precision=precision),
+            partial(open_case, "8b", batch, context, precision=DECODE_PRECISIONS[read] + suffix),
             default=(batch, context) in DEFAULT,
-            precision=precision,
+            precision=DECODE_PRECISIONS[read] + suffix,
         )
-        for precision in ("bf16", "int4")
+        for read in DECODE_PRECISIONS
+        for head, suffix in HEADS.items()
+        if read != "bf16" or head == "bf16"
         for batch in BATCHES
         for context in CONTEXTS
     ]
@@ -49,25 +54,24 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     ops, config, device = bench.library(shape, precision), shape_config(shape), bench.device
     inputs = DecodeInputs(config, batch, context, config.num_hidden_layers, device, precision)
     embedding = random_tensor(config.vocab_size, config.hidden_size, device=device)
-    head = random_weight(config, "lm_head", device)
+    coded_head = rounded("lm_head", random_weight(config, "lm_head", device), get_precision(precision))
+    head = worth(coded_head)
     packed = inputs.packed(ops)
-    packed_head = ops.pack("lm_head", "decode", head)
+    packed_head = ops.pack("lm_head", "decode", coded_head)
     tokens = torch.randint(config.vocab_size, (batch,), dtype=torch.int32, device=device)
     work = decode_step_work(config, batch, context, precision)
     floor = work.floor_seconds(bench.ceilings)
 
-    def our_logits() -> Tensor:
-        stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
-        return ops.lm_head("decode", stream.x, stream.sumsq, packed_head)
-
     def our_step() -> Tensor:
         with ops.chain():
-            return ops.argmax(our_logits())
+            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
+            return ops.next_tokens(stream.x, stream.sumsq, packed_head).tokens
 
     def our_outputs() -> Sequence[Tensor]:
         inputs.poison(len(packed))
         with ops.chain():
-            return [our_logits()]
+            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
+            return [ops.lm_head("decode", stream.x, stream.sumsq, packed_head)]
 
     def expected() -> Sequence[Expected]:
         answers = []
@@ -75,7 +79,8 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
             reference = ReferenceOps(config, device=device, dtype=dtype)
             embedded = reference.gather_rows("decode", embedding, tokens)
             stream = inputs.reference_walk(reference, embedded, config.num_hidden_layers)
-            answers.append(reference.lm_head("decode", stream.x, stream.sumsq, head))
+            weight = reference.pack("lm_head", "decode", coded_head)
+            answers.append(reference.lm_head("decode", stream.x, stream.sumsq, weight))
         return [Expected(answers[0], answers[1])]
 
     def compiled_torch(rival: str) -> Contender:

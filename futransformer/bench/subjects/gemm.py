@@ -1,5 +1,8 @@
 """gemm/{8b,70b}/{qkv,o,gate_up,down}/{bf16,fp8}/M=...: a prefill projection with its whole epilogue.
 
+gemm/{8b,70b}/qkv/{bf16,fp8}-kv4/M=... write the INT4 copy of the cache as well, which no rival does: beside them runs
+``ours-no-copy``, whose ratio is its price.
+
 ``torch-bf16`` is ``torch.mm`` alone, without any epilogue; ``torch-bf16-epilogue`` compiled code for the same work. In
 FP8 ``torch-fp8-mm`` is ``torch._scaled_mm`` alone and ``torch-fp8`` that with compiled code: what reads a norm gets its
 rows normalised and quantised, what adds to the residual stream normalises and quantises the rows that it leaves.
@@ -10,7 +13,7 @@ arithmetic decides and power limits it, so in bursts and sustained; below, memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,13 @@ HOST_ROWS = 1024  # 8B's shortest projection then takes 45 us
 ARITHMETIC_ROWS = 256  # operations a byte of BF16 weights; an H200 has 180 (800 TFLOP/s, 4.4 TB/s), 128 rows lie below
 ROWS = (16, 64, 256, 512, 2048, 8192, 16384)
 DEFAULT_ROWS = (16, 64, 256, 2048, 8192)
+# names, whether the prefill reads FP8, and the projections that they make another kernel of
+PRECISIONS: tuple[tuple[str, bool, tuple[Projection, ...]], ...] = (
+    ("bf16", False, BLOCK_OPS),
+    ("fp8", True, BLOCK_OPS),
+    ("bf16-kv4", False, ("qkv",)),
+    ("fp8-kv4", True, ("qkv",)),
+)
 
 
 def cases() -> Sequence[Case]:
@@ -38,14 +48,14 @@ def cases() -> Sequence[Case]:
             f"gemm/{shape}/{op}/{precision}/M={rows}",
             "TFLOP/s",
             regimes(rows),
-            partial(open_fp8_case if precision == "fp8" else open_case, shape, op, rows),
-            default=shape == "8b" and rows in DEFAULT_ROWS,
+            partial(open_fp8_case if reads_fp8 else open_case, shape, op, rows, precision=precision),
+            default=shape == "8b" and rows in DEFAULT_ROWS and ops == BLOCK_OPS,
             precision=precision,
         )
-        for precision in ("bf16", "fp8")
+        for precision, reads_fp8, ops in PRECISIONS
         for shape in ("8b", "70b")
         for rows in ROWS
-        for op in BLOCK_OPS
+        for op in ops
     ]
 
 
@@ -59,10 +69,10 @@ def graph_floor(work: Work, rows: int, ceilings: Ceilings) -> float | None:
     return None if rows >= HOST_ROWS else work.floor_seconds(ceilings)
 
 
-def open_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
+def open_case(shape: str, op: Projection, rows: int, bench: Bench, *, precision: str = "bf16") -> Problem:
     """Draw inputs; every contender has the same number of distinct weights."""
-    inputs = ProjectionInputs(bench, shape, op, rows, "prefill")
-    work = gemm_work(inputs.config, op, rows)
+    inputs = ProjectionInputs(bench, shape, op, rows, "prefill", precision=precision)
+    work = gemm_work(inputs.config, op, rows, precision)
     floor = graph_floor(work, rows, bench.ceilings)
 
     def product() -> Contender:
@@ -77,16 +87,17 @@ def open_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
 
     return Problem(
         work=work,
-        ours=inputs.contender(bench.library(shape), floor),
+        ours=inputs.contender(bench.library(shape, precision), floor),
         rivals={"torch-bf16": product, "torch-bf16-epilogue": compiled_epilogue},
         expected=inputs.expected,
+        beside=without_copy(inputs, shape, floor, bench),
     )
 
 
-def open_fp8_case(shape: str, op: Projection, rows: int, bench: Bench) -> Problem:
+def open_fp8_case(shape: str, op: Projection, rows: int, bench: Bench, *, precision: str = "fp8") -> Problem:
     """The same in FP8."""
-    inputs = ProjectionInputs(bench, shape, op, rows, "prefill", precision="fp8")
-    work = gemm_work(inputs.config, op, rows, "fp8")
+    inputs = ProjectionInputs(bench, shape, op, rows, "prefill", precision=precision)
+    work = gemm_work(inputs.config, op, rows, precision)
     floor = graph_floor(work, rows, bench.ceilings)
 
     def product() -> Contender:
@@ -102,10 +113,21 @@ def open_fp8_case(shape: str, op: Projection, rows: int, bench: Bench) -> Proble
 
     return Problem(
         work=work,
-        ours=inputs.contender(bench.library(shape, "fp8"), floor),
+        ours=inputs.contender(bench.library(shape, precision), floor),
         rivals={"torch-fp8-mm": product, "torch-fp8": compiled_epilogue},
         expected=inputs.expected,
+        beside=without_copy(inputs, shape, floor, bench),
     )
+
+
+def without_copy(
+    inputs: ProjectionInputs, shape: str, floor: float | None, bench: Bench
+) -> Mapping[str, Callable[[], Contender]]:
+    """Our own kernel that writes no INT4 copy, where the case's does."""
+    if inputs.precision.copy is None:
+        return {}
+    plain = inputs.precision.name.removesuffix(inputs.precision.copy.suffix)
+    return {"ours-no-copy": lambda: inputs.contender(bench.library(shape, plain), floor)}
 
 
 def fp8_epilogue_call(

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from futransformer.bench.case import Contender, Expected
 from futransformer.bench.check import poison
+from futransformer.bench.coded import logical_decoded, rounded, worth
 from futransformer.bench.fp8 import fp8_output, references, scale_of, unscaled_output
 from futransformer.bench.graphs import graphed, rotating
-from futransformer.bench.int4 import logical_int4, rounded
 from futransformer.bench.llama import (
     Prompts,
     device_rope_table,
@@ -29,12 +29,11 @@ from futransformer.bench.rivals import torch_fp8, torch_int4
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import BYTES, FP8_BYTES, decode_weight_bytes, shape_config
 from futransformer.generator.plan import projections
-from futransformer.generator.precision import E4M3, INT4, get_precision
+from futransformer.generator.precision import E4M3, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.library import KernelLibrary
-from futransformer.ops.interface import Fp8Output, Ops, Phase, Projection
+from futransformer.ops.interface import DecodeWeight, Fp8Output, Ops, Phase, Projection
 from futransformer.quantize.fp8 import Fp8Weight, codes_of, quantize_weight
-from futransformer.quantize.int4 import Int4Weight
 from futransformer.reference import ReferenceOps, row_sumsq
 
 ROOM = 1024  # for a residual stream that timed calls add to: BF16 stops growing some 500 additions on
@@ -52,7 +51,7 @@ class ProjectionInputs:
     """Inputs of one projection at ``rows`` rows, and enough distinct weights that none is met in L2.
 
     Where the phase reads FP8, ``operand`` is x in codes at ``x_scale`` and ``weight`` the logical weight in codes.
-    Where it reads INT4, ``weight`` is an Int4Weight, and ``natural`` has its values.
+    Where decode reads codes, ``weight`` has them with their scales, and ``natural`` has its values.
     """
 
     def __init__(
@@ -81,13 +80,11 @@ class ProjectionInputs:
         self.residual = random_tensor(rows, config.hidden_size, device=self.device)
         if phase == "decode":
             self.residual = self.residual.float()
-        self.weight: Tensor | Int4Weight
-        if phase == "decode" and self.precision.decode == INT4:
-            self.natural_int4 = rounded(op, self.natural, self.precision)
-            self.natural = self.natural_int4.dequantise().bfloat16()
-            self.weight = logical_int4(config, op, self.natural_int4)
-        else:
-            self.weight = logical(config, op, self.natural)
+        self.weight: DecodeWeight = logical(config, op, self.natural)
+        if phase == "decode":
+            self.coded = rounded(op, self.natural, self.precision)
+            self.natural = worth(self.coded)
+            self.weight = logical_decoded(config, op, self.coded)
         self.scales = self.reference_scales = self.timed_scales = Scales()
         ops = bench.library(shape, precision)
         if op in ("qkv", "gate_up"):
@@ -98,6 +95,9 @@ class ProjectionInputs:
             self.rope_table = device_rope_table(config, rows, self.device)
             self.pages = self.prompts.prefill_pass()
             self.k_pages, self.v_pages = (self.prompts.empty_pages(config) for _ in range(2))
+            if self.precision.copy is not None:
+                of_head = self.precision.copy.page_bytes(config.head_dim)
+                self.kv_copy = torch.empty(*self.k_pages.shape[:2], of_head, dtype=torch.uint8, device=self.device)
         if self.fp8:
             self._quantise(ops, quantize_weight(op, logical(config, op, self.natural), self.precision.weight_scales))
 
@@ -133,6 +133,7 @@ class ProjectionInputs:
                     self.k_pages,
                     self.v_pages,
                     scale=scales.sums,
+                    kv_copy=self._copy_of(ops),
                 )
             ]
         scale, result = scales.sums, scales.result
@@ -141,6 +142,10 @@ class ProjectionInputs:
         add = ops.o if self.op == "o" else ops.down
         stream = add(self.phase, self.operand, weight, residual, scale=scale, fp8=result)
         return [stream.residual, stream.x] if self.fp8 else [stream.x]
+
+    def _copy_of(self, ops: Ops) -> Tensor | None:
+        """The INT4 copy of the cache, where these operations write one; what is in it is the tests' concern."""
+        return self.kv_copy if isinstance(ops, KernelLibrary) and ops.precision.copy is not None else None
 
     def outputs(self, ops: Ops, weight: Tensor) -> Sequence[Tensor]:
         """Make one call on fresh copies, outputs poisoned; K and V are gathered from their slots."""
@@ -164,7 +169,7 @@ class ProjectionInputs:
         return [Expected(float32, own) for float32, own in zip(exact, same, strict=True)]
 
     def _reference(self, ops: ReferenceOps) -> Sequence[Tensor]:
-        weight = self.weight.dequantise() if isinstance(self.weight, Int4Weight) else self.weight
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantise()
         scales = self.reference_scales
         if self.op != "qkv":
             stream = ops.dtype if self.phase == "prefill" else torch.float32
@@ -216,7 +221,7 @@ class ProjectionInputs:
 
     def int4_copies(self) -> list[torch_int4.Weight]:
         """The codes that ours has, for a rival: in natural order."""
-        first = torch_int4.Weight.of(self.natural_int4)
+        first = torch_int4.Weight.of(self.coded)
         return [first, *(first.copy() for _ in range(self.sets - 1))]
 
     def timed(
@@ -255,10 +260,8 @@ class ProjectionInputs:
 def sumsq_parts(ops: KernelLibrary, residual: Tensor, phase: Phase, *, fp8: bool = False) -> int:
     """How many partial sums a row the op before a norm hands over: asked of the op itself, on zeros."""
     (n, k), device = projections(ops.config)["o"], residual.device
-    weight: Tensor | Int4Weight
-    weight = operand = torch.zeros(n, k, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=device)
-    if phase == "decode" and ops.precision.decode == INT4:
-        weight = rounded("o", operand, ops.precision)
+    operand = torch.zeros(n, k, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=device)
+    weight = rounded("o", operand, ops.precision) if phase == "decode" else operand
     x = torch.zeros(residual.shape[0], k, dtype=operand.dtype, device=device)
     channels = n if fp8 and ops.precision.weight_scales == "channel" else 1
     scale = ops.pack_scale("o", torch.ones(channels, device=device)) if fp8 else None

@@ -167,7 +167,7 @@ struct AttentionDecode {
     Fragments fragments;
     if (warp < kConsumers) {
       wait_for_previous_kernel();
-      Tokens::begin(args.q, work.sequence_head() * Group, fragments);
+      Tokens::begin(args.q, work, fragments);
       consume(args, work, shared, fragments);
     } else {
       if (threadIdx.x % 32 == 0) produce(args, work, shared);

@@ -80,8 +80,9 @@ struct DecodeTokens<KvFormat<Shared, Minimum, Block>, Group, HeadDim, PageSize> 
     load_bulk_once(&target, pages.kv_copy + size_t(row / PageSize) * sizeof(Page), sizeof(Page), full);
   }
 
-  // Load the group's queries, rows `first_head` and on of q: operand B of S, lifted. Absent heads are zero.
-  CUTLASS_DEVICE static void begin(bf16 const* q, size_t first_head, Fragments& fragments) {
+  // Load the group's queries: operand B of S, lifted. Absent heads are zero.
+  template <class Work>
+  CUTLASS_DEVICE static void begin(bf16 const* q, Work const& work, Fragments& fragments) {
     int const lane = threadIdx.x % 32;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -91,7 +92,7 @@ struct DecodeTokens<KvFormat<Shared, Minimum, Block>, Group, HeadDim, PageSize> 
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kHeadTiles; ++tile) {
       int const head = 8 * tile + lane / 4;
-      bf16 const* features = q + (first_head + head) * HeadDim + 4 * (lane % 4);
+      bf16 const* features = q + (work.sequence_head() * Group + head) * HeadDim + 4 * (lane % 4);
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         uint2 four = {0, 0};
@@ -124,11 +125,11 @@ struct DecodeTokens<KvFormat<Shared, Minimum, Block>, Group, HeadDim, PageSize> 
   }
 
   // What scores are multiplied by, to units of log 2.
-  CUTLASS_DEVICE static float score_scale(Source const&, float softmax_scale) {
+  CUTLASS_DEVICE static float score_scale(Source, float softmax_scale) {
     return softmax_scale * (1.44269504088896341f * kWorth);
   }
 
-  CUTLASS_DEVICE static float normalised(Source const&, float sum) { return 1.f / sum; }
+  CUTLASS_DEVICE static float normalised(Source, float sum) { return 1.f / sum; }
 
   // The first `tokens` (at least one) of a warp's sixteen tokens of a page.
   CUTLASS_DEVICE static void attend(Page const& page, int first_token, int tokens, float scale, Fragments& fragments) {

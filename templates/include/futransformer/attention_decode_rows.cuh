@@ -57,14 +57,14 @@ struct DecodeTokens : DecodeWarp<Group, HeadDim> {
     Pages::load(pages.v_pages, barrier, kHint, target.v, row);
   }
 
-  // Load the group's queries, rows `first_head` and on of q: operand B of S, four features a step of head lane / 4 of
-  // each tile. Absent heads are zero.
-  CUTLASS_DEVICE static void begin(bf16 const* q, size_t first_head, Fragments& fragments) {
+  // Load the group's queries: operand B of S, four features a step of head lane / 4 of each tile. Absent heads are zero.
+  template <class Work>
+  CUTLASS_DEVICE static void begin(bf16 const* q, Work const& work, Fragments& fragments) {
     int const lane = threadIdx.x % 32;
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kHeadTiles; ++tile) {
       int const head = 8 * tile + lane / 4;
-      bf16 const* features = q + (first_head + head) * HeadDim + Pages::kQueryFeatures * (lane % 4);
+      bf16 const* features = q + (work.sequence_head() * Group + head) * HeadDim + Pages::kQueryFeatures * (lane % 4);
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         Pages::query(features + 16 * step, head < Group, fragments.q[tile][step]);
@@ -83,14 +83,14 @@ struct DecodeTokens : DecodeWarp<Group, HeadDim> {
   }
 
   // What scores are multiplied by, to units of log 2.
-  CUTLASS_DEVICE static float score_scale(Source const& pages, float softmax_scale) {
+  CUTLASS_DEVICE static float score_scale(Source pages, float softmax_scale) {
     float scale = softmax_scale * 1.44269504088896341f;
     if constexpr (kCodes) scale *= pages.kv_scale[0] * kE4m3Operand;
     return scale;
   }
 
   // What the output is multiplied by at the end.
-  CUTLASS_DEVICE static float normalised(Source const& pages, float sum) {
+  CUTLASS_DEVICE static float normalised(Source pages, float sum) {
     float inverse = 1.f / sum;
     if constexpr (kCodes) inverse *= pages.kv_scale[1] * kE4m3Operand;
     return inverse;

@@ -5,11 +5,12 @@
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
-// streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
+// streams the slice through a ring of Stages stages of StageK k (decode_ring.cuh), so that memory is busy whatever the
+// other warps do.
 // WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
 // every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns, or of the rows where
 // the epilogue takes columns in units: every block adds the sums of its warps, and sends what others finish into their
-// shared memory. All sums are added in a fixed order. No result depends on timing, nor on what the other sequences of the
+// shared memory (decode_block.cuh). All sums are added in a fixed order. No result depends on timing, nor on what the other sequences of the
 // batch hold.
 //
 // x comes in one of two ways. Every lane loads its own share from L2, XAhead stages ahead: a warp with all row tiles of
@@ -21,8 +22,9 @@
 // order of a column's sums is then its block's, and still fixed.
 //
 // Weights are constants: the ring is filled with them before the kernel waits for its predecessor.
-// The element type of the weights enters through WeightFragment alone. Four-bit ones are units of K with their own scales
-// (fragment.cuh); codes become BF16 operands in registers, exactly, and a unit's sums are scaled in float32.
+// The element type of the weights enters through WeightFragment alone; codes become BF16 operands in registers, exactly.
+// Four-bit ones are units of K with their own scales (fragment.cuh), by which a unit's sums are multiplied in float32; of
+// E4M3 the epilogue multiplies a row's complete sum.
 #pragma once
 
 #include <type_traits>

@@ -53,34 +53,28 @@ struct CopyKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
     }
     if constexpr (kKeys) rotate_keys<Format::kBlock>(values);
 
-    auto const store = [&](auto const& scale, int i) {
-      int const group = kKeys ? first + i % kEven + i / kEven * (HeadDim / 64) : first + i;
-      if constexpr (kKeys) {
-        uint32_t const word = scale.key_word(values[i]);
-        if (state.slot >= 0) *reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)) = word;
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int byte = 0; byte < 4; ++byte) {
-          uint8_t const pair = scale.value_byte(values[i], byte);
-          if (state.slot >= 0) page[Page::value_byte(token, group, t) + 64 * byte] = pair;
-        }
-      }
-      return group;
-    };
-    unsigned char* const part = page + (kKeys ? 0 : Page::kPartBytes);
     using Scale = KvScale<Format::kMinimum>;
+    constexpr int kScales = Format::kGroup == 0 ? 1 : kGroups;
+    Scale scales[kScales];
     if constexpr (Format::kGroup == 0) {
-      Scale const scale = Scale::of(values);
-      if (state.slot >= 0 && t == 0) scale.template store<Page>(part, token, 0);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroups; ++i) store(scale, i);
+      scales[0] = Scale::of(values);
     } else {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroups; ++i) {
-        Scale const scale = Scale::of(reinterpret_cast<float const(&)[1][8]>(values[i]));
-        int const group = store(scale, i);
-        if (state.slot >= 0 && t == i) scale.template store<Page>(part, token, group);
+      for (int i = 0; i < kGroups; ++i) scales[i] = Scale::of(reinterpret_cast<float const(&)[1][8]>(values[i]));
+    }
+    if (state.slot < 0) return;  // no lane waits for another from here on
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      int const group = kKeys ? first + i % kEven + i / kEven * (HeadDim / 64) : first + i;
+      Scale const& scale = scales[i % kScales];
+      if constexpr (kKeys) {
+        __stcg(reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)), scale.key_word(values[i]));
+      } else {
+        unsigned char* const target = page + Page::value_byte(token, group, t);
+        CUTLASS_PRAGMA_UNROLL
+        for (int byte = 0; byte < 4; ++byte) target[64 * byte] = scale.value_byte(values[i], byte);
       }
+      if (i < kScales && t == i) scale.template store<Page>(page + (kKeys ? 0 : Page::kPartBytes), token, group);
     }
   }
 };

@@ -55,6 +55,31 @@ struct WeightFragment<cutlass::bfloat16_t> {
   CUTE_HOST_DEVICE static Words operand(Load const& packed, int) { return packed; }
 };
 
+// E4M3 codes, of which scales lie behind the weight and are the epilogue's business. A 32-bit word holds a lane's four k of a
+// row and an MMA, so that five operations make both of its operands: in its half e, where BF16 has a value's sign (15) and
+// E4M3's exponent and mantissa (10 .. 4), stands the code of k e; in the other bits that of k 2 + e, sign in 11, its next
+// three bits in 14 .. 12, its last four in 3 .. 0, which are there once a byte's nibbles change places. Operands are
+// worth kE4m3Operand codes (e4m3_operand.cuh). (Codes as bytes, in their order, take seven.)
+template <>
+struct WeightFragment<cutlass::float_e4m3_t> {
+  using Load = Words;
+  static constexpr int kMmas = 2;
+  static constexpr int kUnitK = kGroupK;
+  static constexpr int kUnitBytes = kLanes * kLoadBytes;
+  static constexpr bool kScaled = false;
+
+  CUTE_HOST_DEVICE static Words operand(Load const& packed, int j) {
+    uint32_t const g = packed.word[2 * j], g8 = packed.word[2 * j + 1];
+    return {{first(g), first(g8), second(g), second(g8)}};
+  }
+
+ private:
+  CUTE_HOST_DEVICE static uint32_t first(uint32_t word) { return word & 0x87f087f0; }
+  CUTE_HOST_DEVICE static uint32_t second(uint32_t word) {
+    return and_or(word >> 4, 0x07000700, word << 4 & 0x80f080f0);
+  }
+};
+
 // Four-bit codes. A unit is GroupK of K of 16 rows, with a float16 scale for each of the rows, and a byte of zero point if
 // there are any, as (row g, row g + 8) for g = 0 .. 7; a weight is scale (code - zero point), of symmetric ones scale
 // (code - 8). A 32-bit word holds a lane's eight k of a row and 32 k: nibble i its k 2 i, nibble i + 4 its k 2 i + 1.

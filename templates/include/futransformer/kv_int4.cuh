@@ -122,22 +122,22 @@ struct KvScale {
   // Of a quad's `Groups` groups together.
   template <int Groups>
   CUTLASS_DEVICE static KvScale of(float const (&values)[Groups][8]) {
-    float high = values[0][0], depth = -values[0][0];  // the largest value, and minus the least
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 1; i < Groups * 8; ++i) {
-      high = larger(high, values[i / 8][i % 8]);
-      depth = larger(depth, -values[i / 8][i % 8]);
-    }
-    CUTLASS_PRAGMA_UNROLL
-    for (int distance = 1; distance < 4; distance *= 2) {
-      high = larger(high, __shfl_xor_sync(0xffffffffu, high, distance));
-      depth = larger(depth, __shfl_xor_sync(0xffffffffu, depth, distance));
-    }
     KvScale scale;
     if constexpr (Minimum) {
+      float high = values[0][0], depth = -values[0][0];  // the largest value, and minus the least
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 1; i < Groups * 8; ++i) {
+        high = larger(high, values[i / 8][i % 8]);
+        depth = larger(depth, -values[i / 8][i % 8]);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int distance = 1; distance < 4; distance *= 2) {
+        high = larger(high, __shfl_xor_sync(0xffffffffu, high, distance));
+        depth = larger(depth, __shfl_xor_sync(0xffffffffu, depth, distance));
+      }
       scale.halves = pack_halves(fifteenth(__fadd_rn(high, depth)), -depth);
     } else {
-      scale.halves = pack_halves(__fmul_rn(high >= depth ? high : -depth, -0.125f), 0.f);
+      scale.halves = pack_halves(__fmul_rn(largest(values), -0.125f), 0.f);
     }
     float2 const rounded = unpack_halves(scale.halves);
     bool const usable = (scale.halves & 0x7fff) - 1u < 0x7bffu;  // neither zero nor infinite nor NaN
@@ -146,28 +146,18 @@ struct KvScale {
     return scale;
   }
 
-  // A stored code, 0 .. 15, below bits that are the same of every value: 0x4b400000.
-  CUTLASS_DEVICE uint32_t code(float value) const {
-    constexpr float kLowest = Minimum ? 0.f : -8.f, kUnits = 12582912.f;  // 1.5 x 2^23: floats there are integers
-    float const scaled = __fmul_rn(Minimum ? __fsub_rn(value, minimum) : value, reciprocal);
-    return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, kLowest), kLowest + 15.f), kUnits - kLowest));
-  }
-
   // A lane's word of K: nibble i is position 2 i, nibble i + 4 position 2 i + 1.
   CUTLASS_DEVICE uint32_t key_word(float const (&values)[8]) const {
-    uint32_t halves[2];
+    uint32_t word = pair(values, 3);
     CUTLASS_PRAGMA_UNROLL
-    for (int odd = 0; odd < 2; ++odd) {
-      halves[odd] = code(values[6 + odd]);
-      CUTLASS_PRAGMA_UNROLL
-      for (int n = 4; n >= 0; n -= 2) halves[odd] = halves[odd] * 16 + code(values[n + odd]);
-    }
-    return __byte_perm(halves[0], halves[1], 0x5410);
+    for (int i = 2; i >= 0; --i) word = word * 16 + pair(values, i);
+    return word;
   }
 
   // One of a lane's four bytes of V: features 8 t + 2 byte and the next.
   CUTLASS_DEVICE uint8_t value_byte(float const (&values)[8], int byte) const {
-    return uint8_t(code(values[2 * byte + 1]) * 16 + code(values[2 * byte]));
+    uint32_t const codes = pair(values, byte);
+    return uint8_t(codes >> 12 | codes);
   }
 
   // By one lane.
@@ -176,6 +166,46 @@ struct KvScale {
     auto* const target = reinterpret_cast<uint16_t*>(part + Page::scale(token, group));
     target[0] = uint16_t(halves);
     if constexpr (Minimum) target[Page::kScaleBytes / 2] = uint16_t(halves >> 16);
+  }
+
+ private:
+  // The value of the largest magnitude; of two the positive one. Read as integers, floats that are positive order by
+  // magnitude, and so do negative ones above them if there is no sign. NaN is the largest.
+  template <int Groups>
+  CUTLASS_DEVICE static float largest(float const (&values)[Groups][8]) {
+    auto const bits = [&values](int i) { return __float_as_uint(values[i / 8][i % 8]); };
+    int high = bits(0);  // the largest positive one, if there is any
+    uint32_t low = bits(0);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < Groups * 8; i += 2) {
+      int const next = i + 1 < Groups * 8 ? i + 1 : i;
+      high = __vimax3_s32(high, bits(i), bits(next));
+      low = __vimax3_u32(low, bits(i), bits(next));
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int distance = 1; distance < 4; distance *= 2) {
+      high = max(high, __shfl_xor_sync(0xffffffffu, high, distance));
+      low = max(low, __shfl_xor_sync(0xffffffffu, low, distance));
+    }
+    return __uint_as_float(high >= int(low & 0x7fffffffu) ? uint32_t(high) : low);
+  }
+
+  // Two stored codes, 0 .. 15, in the halves of a word: of values 2 i and 2 i + 1.
+  CUTLASS_DEVICE uint32_t pair(float const (&values)[8], int i) const {
+    uint32_t const both = __byte_perm(integer(values[2 * i]), integer(values[2 * i + 1]), 0x5410);
+    return Minimum ? both : __vimin_s16x2_relu(both, 0x000f000fu);
+  }
+
+  // A code, 0 .. 15, in the lower half; of a signed scale it may still lie a little outside of that.
+  CUTLASS_DEVICE uint32_t integer(float value) const {
+    constexpr float kUnits = 12582912.f;  // 1.5 x 2^23, 0x4b400000: floats there are integers
+    if constexpr (Minimum) {
+      // beside a minimum far from zero, which is rounded too, far outside
+      float const scaled = __fmul_rn(__fsub_rn(value, minimum), reciprocal);
+      return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, 0.f), 15.f), kUnits));
+    } else {
+      return __float_as_uint(__fadd_rn(__fmul_rn(value, reciprocal), kUnits + 8.f));
+    }
   }
 };
 

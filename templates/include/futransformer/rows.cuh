@@ -1,10 +1,11 @@
-// The row kernels at the two ends of a model: gather rows of a table with their sums of squares, and argmax of logits.
+// The row kernels at the two ends of a model: gather rows of a table with their sums of squares, and argmax of logits, or of
+// the best of their parts.
 // One block a row; every reduction runs in a fixed order.
 #pragma once
 
-#include <climits>
 #include <cstdint>
 
+#include "candidate.cuh"
 #include "dependent_launch.cuh"
 #include "epilogue.cuh"
 #include "numeric.cuh"
@@ -71,37 +72,11 @@ struct GatherRows {
 // out[i] = the lowest index of the largest of logits[i, :Columns]; a NaN is larger than nothing, a row of NaN gives 0.
 template <int Columns, int Threads>
 struct Argmax {
-  struct Candidate {
-    float value;
-    int index;
-
-    // Total among numbers, so the order of comparison does not matter.
-    CUTLASS_DEVICE void consider(float other_value, int other_index) {
-      if (other_value > value || (other_value == value && other_index < index)) {
-        value = other_value;
-        index = other_index;
-      }
-    }
-
-    // Every lane of the warp gets the warp's best.
-    CUTLASS_DEVICE void reduce_over_warp() {
-      CUTLASS_PRAGMA_UNROLL
-      for (int distance = 16; distance > 0; distance /= 2) {
-        float const other_value = __shfl_xor_sync(0xffffffffu, value, distance);
-        int const other_index = __shfl_xor_sync(0xffffffffu, index, distance);
-        consider(other_value, other_index);
-      }
-    }
-  };
-  static constexpr int kWarps = Threads / 32;
-  static_assert(kWarps <= 32, "one warp reduces what the warps found");
-
   CUTLASS_DEVICE static void run(float const* logits, int logits_stride, int* out) {
     allow_next_kernel();
     wait_for_previous_kernel();
     float const* row = logits + size_t(blockIdx.x) * logits_stride;
-    // Loses to every number, -inf included.
-    Candidate best{-INFINITY, INT_MAX};
+    Candidate best = Candidate::none();
 
     // Four at a time from the first 16-byte boundary on; the ends singly.
     int const misaligned = reinterpret_cast<uintptr_t>(row) / sizeof(float) % 4;
@@ -121,15 +96,26 @@ struct Argmax {
     int const tail = head + 4 * vectors + threadIdx.x;
     if (tail < Columns) best.consider(row[tail], tail);
 
-    __shared__ Candidate warp_best[kWarps];
-    best.reduce_over_warp();
-    if (threadIdx.x % 32 == 0) warp_best[threadIdx.x / 32] = best;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      best = threadIdx.x < kWarps ? warp_best[threadIdx.x] : Candidate{-INFINITY, INT_MAX};
-      best.reduce_over_warp();
-      if (threadIdx.x == 0) out[blockIdx.x] = best.index == INT_MAX ? 0 : best.index;
+    int const index = best.reduce_over_block<Threads / 32>();
+    if (threadIdx.x == 0) out[blockIdx.x] = index;
+  }
+};
+
+// The same of what others have found: out[i] = the index of the best of best[i, :parts].
+template <int Threads>
+struct ArgmaxParts {
+  CUTLASS_DEVICE static void run(Candidate const* best, int parts, int* out) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    Candidate const* const row = best + size_t(blockIdx.x) * parts;
+    Candidate found = Candidate::none();
+#pragma unroll 4
+    for (int part = threadIdx.x; part < parts; part += Threads) {
+      Candidate const other = row[part];
+      found.consider(other.value, other.index);
     }
+    int const index = found.reduce_over_block<Threads / 32>();
+    if (threadIdx.x == 0) out[blockIdx.x] = index;
   }
 };
 
