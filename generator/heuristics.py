@@ -46,6 +46,9 @@ LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
 COPY_BYTES_AHEAD = 204_800  # of INT4 pages on their way to a multiprocessor, in two blocks
 ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its scheduler (8B: 98, in steps of 8)
+WGMMA_ROW_TILES = 4  # that a warpgroup multiplies together
+WGMMA_GROUPS = 2  # four are slower (8B, gate_up at 32 sequences: 28.1 us, of two 26.2)
+WGMMA_K = 256  # of a stage; of four stages instead of three gate_up takes 26.5 us
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
 FEW_STAGE_K = 128  # at least
@@ -433,8 +436,25 @@ def _int4(
         fit, whole = ((shared_share(blocks) - inbox) // stage_bytes for blocks in (2, 1))
         fit = max(fit, min(whole, MIN_STAGES))  # a multiprocessor to itself, before too short a ring
     chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), 0 if ring else ahead)
+    if shape is None and _suits_wgmma(chosen):
+        chosen = replace(chosen, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
+
+
+def _suits_wgmma(spec: DecodeGemmSpec) -> bool:
+    """Whether two warpgroups multiply what warps would: from 32 sequences on, where a block has enough row tiles.
+
+    A product of 64 rows takes as long as of fewer, so at most a quarter of the rows that they multiply may be repeats;
+    and one warpgroup alone makes operands and multiplies by turns (8B at 32 and 64 sequences: gate_up of 14 row tiles
+    26.2 and 34.0 us, by warps 28.7 and 52.8; qkv of six 10.4 and 14.3, and 10.7 and 16.6; o of four 8.8 and 14.0, and
+    8.1 and 11.0). A head, whose blocks come in eight waves, and shapes that write an INT4 copy were not measured.
+    """
+    at_once = WGMMA_ROW_TILES * WGMMA_GROUPS
+    multiplied = -(-spec.row_tiles // at_once) * at_once
+    whole = spec.k % (spec.split_k * WGMMA_K) == 0
+    full = 4 * spec.row_tiles >= 3 * multiplied
+    return spec.op != "lm_head" and spec.batch_tile >= 32 and spec.x_in_ring and whole and full
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:

@@ -29,6 +29,7 @@ _ACTIVATION_BYTES = 2
 SCHEDULERS = 4  # of a multiprocessor, each with registers of its own
 SCHEDULER_REGISTERS = 16_384 // _LANES  # of a scheduler, a lane
 _BOX_ALIGNMENT = 128  # bytes, of where a box lands
+_GROUP_WARPS = 4  # of a warpgroup
 _MAX_BOX = 256  # elements of a tensor map's box along one dimension
 
 
@@ -53,6 +54,8 @@ class DecodeGemmSpec(KernelSpec):
     E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
     (generator/int4.py); a warp advances by whole units. Of up to eight sequences they are multiplied as integers.
+    With ``wgmma``, for INT4 weights and x in the ring, the warps that share a stage are warpgroups of four, among which
+    row tiles need not divide evenly, and three more warps bring x into the order of wgmma's operands.
     With a ``copy`` a block finishes whole units of columns: all of its cluster's, of every split_k-th sequence.
     The head's columns from ``vocab_size`` on, if that is not 0, are padding, which is never the likeliest token.
     ``gain_in_x``: o and down write the next x times the gain of its norm, which the next weight's codes cannot hold.
@@ -84,6 +87,7 @@ class DecodeGemmSpec(KernelSpec):
     kv: Element = BF16  # what qkv writes to the pages
     copy: KvFormat | None = None  # the form of the INT4 copy that qkv writes beside them
     vocab_size: int = 0
+    wgmma: bool = False
 
     def __post_init__(self) -> None:
         self.require(
@@ -105,7 +109,7 @@ class DecodeGemmSpec(KernelSpec):
         )
         self.require(self.split_k in (1, 2, 4, 8), "split_k must be 1, 2, 4 or 8: blocks of a portable cluster")
         self.require(
-            self.row_tiles % self.warp_rows == 0 and self.row_tiles % self.split_k == 0,
+            (self.wgmma or self.row_tiles % self.warp_rows == 0) and self.row_tiles % self.split_k == 0,
             "row_tiles must divide among warp_rows warps and split_k blocks",
         )
         self.require(
@@ -124,6 +128,8 @@ class DecodeGemmSpec(KernelSpec):
         self.require(self.k % slices == 0, f"in_features must be a multiple of {slices}")
         self.require(self.stage_k % step == 0, f"stage_k must be a multiple of {step}, one step of every warp")
         self.require(self.stage_k <= _MAX_BOX * _GROUP_K, f"stage_k must not exceed {_MAX_BOX * _GROUP_K}")
+        if self.wgmma:
+            self._require_wgmma()
         self.require(self.stages >= 2, "a ring needs two stages")
         self.require(self.x_ahead >= 0, "x_ahead is a number of stages, or 0 for x in the ring")
         self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
@@ -133,6 +139,18 @@ class DecodeGemmSpec(KernelSpec):
             "max_registers belong to a block that has no second of its kind on a multiprocessor",
         )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
+
+    def _require_wgmma(self) -> None:
+        self.require(
+            self.element == INT4 and self.batch_tile >= 8 and self.x_in_ring,
+            "wgmma is for INT4 weights, at least 8 sequences and x in the ring",
+        )
+        self.require(self.k % (self.split_k * self.stage_k) == 0, "with wgmma a slice of K must be whole stages")
+        units = self.stage_k // (self.warp_split * self.group_k) * self.warpgroup_tiles
+        self.require(
+            self.group_k == 128 or units % 2 == 0,
+            "with wgmma a warpgroup must take an even number of short units",
+        )
 
     @property
     def step_k(self) -> int:
@@ -155,7 +173,12 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def warps(self) -> int:
         """Warps that multiply."""
-        return self.warp_rows * self.warp_split
+        return self.warp_rows * self.warp_split * (_GROUP_WARPS if self.wgmma else 1)
+
+    @property
+    def warpgroup_tiles(self) -> int:
+        """With wgmma: tiles of 64 rows that a warpgroup multiplies, the last of which may repeat rows."""
+        return -(-self.row_tiles // (_GROUP_WARPS * self.warp_rows))
 
     @property
     def block_rows(self) -> int:
@@ -197,6 +220,8 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def instructions(self) -> tuple[str, ...]:
         """See KernelSpec.instructions."""
+        if self.wgmma:
+            return (f"HGMMA.64x{self.batch_tile}x16.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
         multiply = "IMMA.16832.U8.S8" if self.element == INT4 and self.batch_tile <= 8 else "HMMA.16816.F32.BF16"
         return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
 
@@ -219,7 +244,7 @@ class DecodeGemmSpec(KernelSpec):
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
-            f"_{self.next_at}{'_rotate' * self.rotate}"
+            f"_{self.next_at}{'_rotate' * self.rotate}{'_wgmma' * self.wgmma}"
             f"{f'_m{self.max_registers}' * (self.max_registers > 0)}_{'_'.join(self.epilogue)}{copy_name(self.copy)}"
         )
 
@@ -235,28 +260,32 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def threads(self) -> int:
-        """The warps that multiply, and one that streams."""
-        return _LANES * (self.warps + 1)
+        """The warps that multiply, and one that streams; with wgmma three more, which bring x into order."""
+        return _LANES * (self.warps + (_GROUP_WARPS if self.wgmma else 1))
 
     @property
     def stage_bytes(self) -> int:
         """Shared bytes of a stage: weights, and a box of x if it travels with them."""
         weights = self.row_tiles * self.weight_bytes(self.stage_k)
+        if self.wgmma:
+            return weights + self.stage_k * self.batch_tile * _ACTIVATION_BYTES
         if not self.x_in_ring:
             return weights
         return -(-weights // _BOX_ALIGNMENT) * _BOX_ALIGNMENT + self.stage_k * self.batch_tile * _ACTIVATION_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, later the partial sums (four floats of padding a row); two barriers a stage; sums of a cluster."""
+        """The ring, later the partial sums (four floats of padding a row); barriers; a cluster's sums."""
         ring = self.stages * self.stage_bytes
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
         inbox = inbox_bytes(self.batch_tile, self.row_tiles, self.split_k)
-        return max(ring, partial) + self.stages * 16 + inbox
+        return max(ring, partial) + self.stages * (32 if self.wgmma else 16) + inbox
 
     @property
     def blocks_per_sm(self) -> int:
-        """Two where they fit, up to eight sequences three: one fills its ring while another ends."""
+        """Two where they fit, up to eight sequences three: one fills its ring while another ends. With wgmma one."""
+        if self.wgmma:
+            return 1
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
         held_k = max(min(self.step_k, 64), self.x_ahead * self.stage_k // self.warp_split)
         activations = max(self.batch_tile // 8, 1) * held_k // 8

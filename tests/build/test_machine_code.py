@@ -48,13 +48,16 @@ SMALL = make_plan(load_config("smollm2-135m"), "bf16")
 LARGE, LARGE_FP8, LARGE_INT4, LARGE_KV8, LARGE_KV4 = (
     make_plan(load_config("llama-3.1-8b"), precision) for precision in ("bf16", "fp8", "int4", "fp8-kv8", "bf16-kv4")
 )
+ASYMMETRIC = make_plan(load_config("llama-3.1-8b"), "int4-g64-asym")
 INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][4],
     LARGE_INT4.decode["qkv"][8],
     LARGE_INT4.decode["o"][16],
     LARGE_INT4.decode["down"][32],
+    ASYMMETRIC.decode["down"][8],
+    LARGE_INT4.decode["qkv"][32],
     LARGE_INT4.decode["gate_up"][64],
-    make_plan(load_config("llama-3.1-8b"), "int4-g64-asym").decode["down"][8],
+    ASYMMETRIC.decode["gate_up"][64],
 )
 # Prefill's writers of an INT4 copy: a tile's sums, and K and V behind them, in the registers that there are.
 COPIES = tuple(

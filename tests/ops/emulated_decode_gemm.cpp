@@ -1,14 +1,22 @@
 // The decode GEMM's own source in the emulator, against double precision: ring, slices of K, warps that share row tiles
-// and k, clusters that add one another's sums, short last stages, batches below the tile. Integers of four-bit weights
+// and k, clusters that add one another's sums, short last stages, batches below the tile, warpgroups. Integers of four-bit weights
 // must come out exactly.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "fragment.cuh"
 
+#include "unit_scales.cuh"
+
 #include "split_activations.cuh"
 
+#include "decode_ring.cuh"
+
+#include "decode_block.cuh"
+
 #include "decode_gemm.cuh"
+
+#include "decode_gemm_wgmma.cuh"
 
 // Stores scaled sums, and adds up what it stored: every call of the epilogue's protocol.
 struct StoreScaled {
@@ -155,11 +163,9 @@ struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
   }
 };
 
-template <class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
-          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
-void check_of(int m) {
-  using Gemm = futransformer::DecodeGemm<Element, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK,
-                                         XAhead, Next, Rotate>;
+template <class Gemm, class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
+          int Stages, int StageK>
+void compare(int m) {
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
   std::normal_distribution<float> normal;
@@ -172,7 +178,8 @@ void check_of(int m) {
   for (float& scale : scales) scale = elements.kExact ? 1.f : normal(random);
 
   CUtensorMap const x_map{x, m, K, BatchTile, 32, StageK / 32};
-  auto const source = static_cast<typename Gemm::X>(Gemm::kXInRing ? static_cast<void const*>(&x_map) : x);
+  constexpr bool kThroughMap = std::is_same_v<typename Gemm::X, CUtensorMap const*>;
+  auto const source = static_cast<typename Gemm::X>(kThroughMap ? static_cast<void const*>(&x_map) : x);
   StoreScaled const epilogue{N, kBlocks, scales.data(), out.data(), sums.data()};
   // x is there once the kernel before is done. In the emulator a thread that reads it sooner faults.
   emulator::previous_kernel = [&](bool done) { x_memory.show(done); };
@@ -215,6 +222,21 @@ void check_of(int m) {
   failures += !passed;
 }
 
+template <class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
+          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
+void check_of(int m) {
+  using Gemm = futransformer::DecodeGemm<Element, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK,
+                                         XAhead, Next, Rotate>;
+  compare<Gemm, Element, N, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK>(m);
+}
+template <int GroupK, bool ZeroPoints, int N, int K, int BatchTile, int RowTiles, int GroupRows, int GroupSplit,
+          int Cluster, int Stages, int StageK, NextAt Next = NextAt::Start, bool Rotate = false>
+void check_wgmma(int m) {
+  using Element = futransformer::Int4<GroupK, ZeroPoints>;
+  using Gemm = futransformer::DecodeGemmWgmma<Element, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages,
+                                              StageK, Next, Rotate>;
+  compare<Gemm, Element, N, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages, StageK>(m);
+}
 template <auto... Tiling>
 void check(int m) {
   check_of<cutlass::bfloat16_t, Tiling...>(m);
@@ -278,5 +300,11 @@ int main() {
   check_int4<32, false, 64, 704, 4, 4, 1, 4, 2, 2, 128, 2>(2);
   check_int4<64, false, 96, 704, 4, 3, 1, 2, 1, 3, 128>(3);                       // in the ring
   check_int4<128, true, 112, 1536, 8, 7, 7, 1, 1, 3, 256>(7);
+
+  check_wgmma<128, false, 224, 1024, 32, 14, 2, 1, 1, 3, 256>(32);  // as it is planned; some rows twice
+  check_wgmma<128, true, 96, 1024, 64, 6, 2, 1, 2, 3, 256>(50);     // in a cluster, and zero points
+  check_wgmma<64, true, 256, 1024, 64, 8, 2, 1, 1, 3, 256, NextAt::Lead, true>(33);  // a ring that turns, walks of k
+  check_wgmma<32, true, 128, 512, 8, 8, 1, 1, 1, 3, 128>(8);       // half loads, one warpgroup
+  check_wgmma<32, false, 64, 512, 16, 4, 1, 2, 1, 2, 128>(13);     // two that share k
   return failures;
 }

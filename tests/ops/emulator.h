@@ -1,7 +1,7 @@
 // A small emulator of thread blocks on the host, enough to run a kernel's own source without a GPU.
 //
 // Every CUDA thread is a fiber; one OS thread runs them, warp by warp in random order. Warp-wide instructions
-// (ldmatrix, movmatrix, mma.sync m16n8k16, shuffles) follow the fragment layouts of the PTX manual; mbarriers count
+// (ldmatrix, movmatrix, mma.sync m16n8k16, wgmma, shuffles) follow the fragment layouts of the PTX manual; mbarriers count
 // arrivals and bytes; a TMA copy poisons its target at once and delivers at a random later time, so that reading too
 // early and overwriting too early both show. Blocks run one after the other, in random order; those of a cluster by
 // turns, each with its own contents of dynamic shared memory.
@@ -120,6 +120,8 @@ struct Fiber {
   bool done = false;
   unsigned cluster_rounds = 0;  // barriers of the cluster that it has waited for
   bool waited = false;          // for the kernel before
+  std::vector<std::function<void()>> products;  // of wgmma, not yet waited for
+  std::vector<size_t> batches;                  // of them: where each ends
 };
 
 // Where the lanes of a warp meet: each leaves its operands, the last computes everybody's results.
@@ -177,7 +179,7 @@ void meet(int instruction, Compute compute) {
   while (meeting.round == round) yield();
 }
 
-enum Instruction { kSyncWarp, kMma, kByteMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kShuffle };
+enum Instruction { kSyncWarp, kMma, kByteMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kWgmma, kShuffle };
 
 // ldmatrix.x4: lane 8 i + r brings the address of row r of matrix i; lane l receives two elements of each matrix, of
 // row l / 4 (transposed: of column l / 4).
@@ -361,6 +363,31 @@ inline void store_in_block(float4 const& value, float* target, Barrier* const& a
     std::memcpy(dynamic_shared + to, &value, 16);
     (*reinterpret_cast<Barrier**>(dynamic_shared + of_barrier))->deliver(16);
   });
+}
+
+// wgmma of BF16: 64 rows of A in the registers of four warps, B [columns, 16 k] in shared memory with the 64-byte swizzle.
+// Each warp has sixteen rows to itself. Here too both operands are read until the product is waited for.
+template <class Words, int Sums>
+void multiply_rows(Words const& a, uint64_t b, float (&d)[Sums], bool adds) {
+  expect(b % 512 < 64, "wgmma of a misaligned B");
+  for (int i = 0; i < 2; ++i) warp().in[lane()][i] = a.word[2 * i] | uint64_t(a.word[2 * i + 1]) << 32;
+  meet(kWgmma, [](Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int word = 0; word < 8; ++word) m.out[lane][word] = m.in[lane / 4 * 4 + word / 2][word % 2];
+    }
+  });
+  for (int i = 0; i < Sums; ++i) {
+    int const column = i / 4 * 8 + 2 * (lane() % 4) + i % 2, row_half = i / 2 % 2;
+    float sum = adds ? d[i] : 0;
+    for (int k = 0; k < 16; ++k) {
+      uint64_t at = b + column * 64 + 2 * k;
+      at ^= (at >> 7 & 3) << 4;
+      // Two k a register of the lane that has them; registers of row g and g + 8 by turns.
+      uint64_t const registers = warp().out[lane()][k % 8 / 2 * 2 + k / 8];
+      sum += from_bf16(registers >> 32 * row_half >> 16 * (k % 2)) * from_bf16(*reinterpret_cast<uint16_t const*>(at));
+    }
+    d[i] = sum;
+  }
 }
 
 inline void enter() {
@@ -550,6 +577,7 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 namespace cutlass {
+inline int canonical_warp_idx_sync() { return threadIdx.x / 32; }
 struct bfloat16_t {
   uint16_t storage;
 };
@@ -573,6 +601,7 @@ struct ClusterTransactionBarrier : ClusterBarrier {
   }
 };
 inline void fence_barrier_init() {}
+inline void fence_view_async_shared() {}
 }  // namespace arch
 }  // namespace cutlass
 
@@ -726,6 +755,27 @@ inline void load_bulk_once(void* target, void const* source, int bytes,
 }
 inline void wait(cutlass::arch::ClusterBarrier const& barrier, uint32_t parity) {
   while ((barrier.state->phase & 1) == parity) emulator::yield();
+}
+inline uint64_t wgmma_descriptor(void const* b) { return reinterpret_cast<uint64_t>(b) >> 4; }
+template <int Sums>
+void begin_wgmma(float (&)[Sums]) {}
+template <class Words, int Sums>
+void multiply_wgmma(Words const& a, uint64_t b, float (&d)[Sums], bool adds) {
+  emulator::current->products.push_back([=, &a, &d] { emulator::multiply_rows(a, b << 4, d, adds); });
+}
+inline void commit_wgmma() {
+  emulator::current->batches.push_back(emulator::current->products.size());
+}
+template <int Pending, int Sums>
+void wait_for_wgmma(float (&)[Sums]) {
+  auto& products = emulator::current->products;
+  auto& batches = emulator::current->batches;
+  if (batches.size() <= Pending) return;
+  size_t const done = batches[batches.size() - Pending - 1];
+  for (size_t i = 0; i < done; ++i) products[i]();
+  products.erase(products.begin(), products.begin() + done);
+  batches.erase(batches.begin(), batches.end() - Pending);
+  for (size_t& end : batches) end -= done;
 }
 template <int Lanes>
 float sum_over_lanes(float value) {

@@ -83,7 +83,7 @@ INT4_HEADS = ("smollm2-135m-int4-g32-asym-head4", "llama-3.1-8b-int4-head4", "od
 BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
-# and the decode GEMM of the fewest serve all. That saves two kernels of three.
+# and the decode GEMMs of the fewest, and of wgmma, serve all. That saves two kernels of three.
 WHOLE = (
     *("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8"),
     *(*INT4[:4], *FP8_DECODE[:2], BOTH_PHASES, *KV4_INT4),
@@ -190,7 +190,9 @@ def tested_plan(name: str) -> Plan:
         for gemms in (plan.prefill, plan.prefill_bf16)
     )
     few = BATCH_TILES[0]
-    decode = {op: {batch: spec for batch, spec in by.items() if batch <= few} for op, by in plan.decode.items()}
+    decode = {
+        op: {batch: spec for batch, spec in by.items() if batch <= few or spec.wgmma} for op, by in plan.decode.items()
+    }
     return replace(plan, prefill=prefill, prefill_bf16=prefill_bf16, decode=decode)
 
 

@@ -74,6 +74,7 @@ CASES = {
     "16, blocks of two groups": spec_of(128, KvFormat(minimum=True, hadamard=64), BF16, 16, (8, 2, 4, 1, 2, 128, 0)),
     "4 of INT4, clusters of four": spec_of(64, KvFormat(), INT4, 4, (12, 1, 2, 4, 2, 128, 1)),
     "8 of INT4, no rotation": spec_of(64, KvFormat(hadamard=0), INT4, 8, (4, 1, 4, 1, 2, 256, 1)),
+    "64, by wgmma": replace(spec_of(64, KvFormat(), INT4, 64, (8, 4, 1, 2, 2, 256, 0)), warp_rows=2, wgmma=True),
     "16 of INT4, units across parts": spec_of(128, KvFormat(), INT4, 16, (12, 2, 2, 2, 2, 128, 0)),
 }
 
@@ -170,7 +171,8 @@ def test_whole_kernels_in_the_emulator(emulate: Callable[..., str], tmp_path: Pa
     template = (
         _environment().overlay().from_string((Path(__file__).parent / "emulated_copy_of_rows.cpp.jinja").read_text())
     )
-    headers = ("split_activations", "decode_gemm", "epilogue", "epilogue_fp8", "kv_int4", "epilogue_kv_decode")
+    decode = ("unit_scales", "split_activations", "decode_ring", "decode_block", "decode_gemm", "decode_gemm_wgmma")
+    headers = (*decode, "epilogue", "epilogue_fp8", "kv_int4", "epilogue_kv_decode")
     emulate("fragment", *headers, source=template.render(specs=CASES.values()), runs=runs)
     for index, problem in enumerate(problems):
         written = {}

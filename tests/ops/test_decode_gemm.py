@@ -48,7 +48,7 @@ TILES = [
 ]
 LEGAL = [*PRECISIONS, "int4-g32-asym", "int4-g64", "int4-g256-asym", "int4-channel", "fp8-int4-channel-asym-kv8"]
 LEGAL += ["bf16-head8", "int4-head4", "bf16-fp8-head8-kv8", "fp8-int4-g32-asym-head4"]
-BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 33, 64)
+BATCHES = (1, 2, 3, 5, 7, 8, 9, 17, 31, 32, 33, 63, 64)
 ROOM = 160  # rows that every row tensor really has; those past the batch are poison
 PAGES = 4
 
@@ -426,6 +426,57 @@ def test_illegal_specs_are_refused(changes: dict[str, Any], message: str) -> Non
         DecodeGemmSpec(**{**fields, **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_ahead": 1}, "wgmma is for INT4 weights, at least 8 sequences and x in the ring"),
+        ({"batch_tile": 4}, "wgmma is for INT4 weights"),
+        ({"element": BF16, "group_k": 0}, "wgmma is for INT4 weights"),
+        ({"stage_k": 384}, "a slice of K must be whole stages"),
+        ({"group_k": 64, "stage_k": 64}, "an even number of short units"),
+        ({"warp_rows": 5}, "1 to 16 warps"),
+    ],
+)
+def test_wgmma_is_refused_where_it_has_no_kernel(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"op": "o", "element": INT4, "n": 1024, "k": 1024, "batch_tile": 32, "group_k": 128}
+    fields |= {
+        "row_tiles": 2,
+        "warp_rows": 2,
+        "warp_split": 1,
+        "split_k": 2,
+        "stages": 2,
+        "stage_k": 256,
+        "wgmma": True,
+    }
+    DecodeGemmSpec(**fields)
+    with pytest.raises(UnsupportedError, match=message):
+        DecodeGemmSpec(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("precision", ["int4", "int4-g32-asym", "int4-g64", "int4-channel-asym-head4"])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_wgmma_multiplies_where_warpgroups_are_full(model: str, precision: str) -> None:
+    """At least three quarters of the rows that two warpgroups multiply are a block's own."""
+    for op, by_batch in make_plan(load_config(model), precision).decode.items():
+        for batch, spec in by_batch.items():
+            full = spec.row_tiles in (6, 7, 8, 12, 13, 14, 15, 16) and spec.k % (256 * spec.split_k) == 0
+            assert spec.wgmma == (op != "lm_head" and batch >= 32 and full), f"{op}: {spec.name}"
+
+
+def test_the_fastest_layer_of_int4_measured_is_planned() -> None:
+    """8B at 64 sequences, 86 us: qkv and gate_up by wgmma, o and down not."""
+    by_op = make_plan(load_config("llama-3.1-8b"), "int4").decode
+    chosen = {op: (by_op[op][64].row_tiles, by_op[op][64].stage_k, by_op[op][64].wgmma) for op in OPS[:4]}
+    assert chosen == {
+        "qkv": (6, 256, True),
+        "o": (4, 256, False),
+        "gate_up": (14, 256, True),
+        "down": (4, 256, False),
+    }
+    of_copy = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode["qkv"]
+    assert not any(spec.wgmma for spec in of_copy.values())
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("precision", "op", "batch", "x_in_ring"),
@@ -456,4 +507,5 @@ def test_machine_code(precision: str, op: str, batch: int, x_in_ring: bool) -> N
 @pytest.mark.compile
 def test_kernel_in_the_emulator(emulate: Callable[..., str]) -> None:
     """The kernel's source, run on the host thread by thread: fragments, the ring's protocol, the sums of a cluster."""
-    assert emulate("decode_gemm", "fragment", "split_activations").count("allowed error\n") == 46
+    headers = ("fragment", "unit_scales", "split_activations", "decode_ring", "decode_block", "decode_gemm_wgmma")
+    assert emulate("decode_gemm", *headers).count("allowed error\n") == 51

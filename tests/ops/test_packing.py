@@ -300,6 +300,13 @@ def test_int4_fragments_against_cute(
 
 
 @pytest.mark.compile
+def test_operands_of_wgmma_against_cute(with_cute: Callable[[str], Path]) -> None:
+    ran = subprocess.run([with_cute("wgmma_operands")], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.count(": 0 mismatches") == 4
+
+
+@pytest.mark.compile
 def test_accumulators_against_cute(with_cute: Callable[[str], Path]) -> None:
     """Prefill's store order rests on this: columns 8 j + 2 t + {0, 1} of a quad's lane t, rows eight apart."""
     ran = subprocess.run([with_cute("accumulators")], capture_output=True, text=True, check=False)

@@ -5,11 +5,12 @@
 //   weight  fragment order (packing.py): row tiles of 16 output columns, each contiguous over K, 512 bytes a warp load
 //
 // A cluster of `Cluster` blocks owns RowTiles row tiles, and each of its blocks an equal slice of K. A producer warp
-// streams the slice through a ring of Stages stages of StageK k, so that memory is busy whatever the other warps do.
+// streams the slice through a ring of Stages stages of StageK k (decode_ring.cuh), so that memory is busy whatever the
+// other warps do.
 // WarpRows x WarpSplit consumer warps multiply straight out of the ring: a warp owns RowTiles / WarpRows row tiles and
 // every WarpSplit-th step of a stage's k. Each block of a cluster finishes its share of the columns, or of the rows where
 // the epilogue takes columns in units: every block adds the sums of its warps, and sends what others finish into their
-// shared memory. All sums are added in a fixed order. No result depends on timing, nor on what the other sequences of the
+// shared memory (decode_block.cuh). All sums are added in a fixed order. No result depends on timing, nor on what the other sequences of the
 // batch hold.
 //
 // x comes in one of two ways. Every lane loads its own share from L2, XAhead stages ahead: a warp with all row tiles of
@@ -29,38 +30,27 @@
 #include <type_traits>
 
 #include <cute/arch/copy_sm90_desc.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/arch/barrier.h>
 
 #include "barrier.cuh"
-#include "bulk_copy.cuh"
-#include "cluster.cuh"
+#include "decode_block.cuh"
+#include "decode_ring.cuh"
 #include "dependent_launch.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
 #include "split_activations.cuh"
+#include "unit_scales.cuh"
 
 namespace futransformer {
-
-// When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
-enum class NextAt { Start, Lead, End };
-
-// A row's `Columns` columns in shared memory, as the chain has left them for an operation that takes units of them, and
-// its `Lanes` lanes.
-template <int Columns, int Lanes>
-struct FinishedRow {
-  static constexpr int kColumns = Columns, kLanes = Lanes;
-  float const* values;  // of any row, where this one is not valid
-  int row;
-  bool valid;
-};
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
           int StageK, int XAhead, NextAt Next, bool Rotate>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
-  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate>;
+  using Cursor = typename Ring::Cursor;
+  using Barrier = typename Ring::Barrier;
 
   // A warp advances by whole units, and multiplies what one load of weights or of activations covers at a time.
   static constexpr int kLoadK = Weight::kMmas * kMmaK;
@@ -70,68 +60,31 @@ struct DecodeGemm {
   static constexpr int kStepK = Weight::kUnitK > kBlockK ? Weight::kUnitK : kBlockK;
   static constexpr int kStepBlocks = kStepK / kBlockK;
   static constexpr int kSteps = StageK / (WarpSplit * kStepK);  // of each warp in a stage
-  static constexpr int kSliceK = K / Cluster;
-  static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
-  static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
+  static constexpr int kSliceK = Ring::kSliceK;
+  static constexpr int kNumStages = Ring::kNumStages;
+  static constexpr int kAhead = Ring::kAhead;
   static constexpr bool kSplit = Weight::kScaled && BatchTile <= kTileBatch;  // products of integers
   static constexpr bool kPaired = BatchTile == kSplitBatch;
   static constexpr int kBatchTiles = kSplit ? 1 : BatchTile / kTileBatch;
   static constexpr int kWarpTiles = RowTiles / WarpRows;
 
-  static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
-  static constexpr int kRowTileBytes = Cluster * kSliceBytes;
-  static constexpr int kChunkBytes = StageK / Weight::kUnitK * Weight::kUnitBytes;  // a stage's share of one row tile
   static constexpr int kStepBytes = kStepK / Weight::kUnitK * Weight::kUnitBytes;
   static constexpr int kStepScales = kStepBytes - kStepK / kLoadK * kLanes * int(sizeof(typename Weight::Load));
-  static constexpr int kStageGroups = StageK / kGroupK;
-  static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
 
   static constexpr bool kXInRing = XAhead == 0;
-  static constexpr int kXBytes = kXInRing ? kStageGroups * BatchTile * kGroupLoads * kLoadBytes : 0;  // of a stage
+  static constexpr int kXBytes = kXInRing ? int(sizeof(typename Ring::Box)) : 0;  // of a stage
   static constexpr int kRound = kXInRing ? 1 : XAhead;  // stages whose activations a lane holds at a time
   using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
   static constexpr bool kPrepareFirst = Cluster > 1 && !kXInRing;  // the epilogue, before any product
 
-  // Partial sums [WarpSplit][BatchTile][kSumStride] float. Four floats of padding spread a warp's stores over all banks.
-  static constexpr int kColumns = RowTiles * kTileRows;
-  static constexpr int kOwnColumns = kColumns / Cluster;  // that this block finishes
-  static constexpr int kSumStride = kColumns + 4;
-
   static constexpr int kConsumers = WarpRows * WarpSplit;
   static constexpr int kThreads = (kConsumers + 1) * kLanes;
+  using Frame = DecodeBlock<BatchTile, RowTiles, WarpSplit, kConsumers, kConsumers + 1, Cluster>;
 
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
-  static_assert(RowTiles % WarpRows == 0 && RowTiles % Cluster == 0, "row tiles must divide among warps and blocks");
+  static_assert(RowTiles % WarpRows == 0, "row tiles must divide among warps");
   static_assert(BatchTile % kTileBatch == 0 || (kSplit && kPaired), "four sequences are for integers");
-  static_assert(kConsumers * kLanes >= BatchTile, "the epilogue needs a lane a row");
-
-  // What each block of a cluster finishes: some columns of all rows, or all columns of every kStride-th row.
-  template <bool ByRows>
-  struct Share {
-    static constexpr int kRows = ByRows ? BatchTile / Cluster : BatchTile;
-    static constexpr int kStride = ByRows ? Cluster : 1;
-    static constexpr int kWidth = ByRows ? kColumns : kOwnColumns;
-    static_assert(kRows * kWidth == BatchTile * kOwnColumns, "rows must divide among the blocks");
-
-    // In the epilogue a group of lanes, a power of two, shares a row.
-    static constexpr int kRowLanes = [] {
-      int lanes = kLanes;
-      while (lanes * kRows > kConsumers * kLanes) lanes /= 2;
-      return lanes;
-    }();
-
-    // Loads that a lane has under way when it adds up a row's partial sums: a hundred sums a row arrive after one wait.
-    static constexpr int kRowLoads = kRowLanes >= 32 ? 1 : kRowLanes <= 4 ? 8 : 32 / kRowLanes;
-
-    // Of m rows, this block's.
-    CUTLASS_DEVICE static int rows(int m) { return ByRows ? (m - rank() + Cluster - 1) / Cluster : m; }
-    CUTLASS_DEVICE static int row(int own) { return ByRows ? own * Cluster + rank() : own; }
-    // Its first column, of those that the cluster multiplies.
-    CUTLASS_DEVICE static int first_column() { return ByRows ? 0 : rank() * kOwnColumns; }
-    CUTLASS_DEVICE static int block() { return ByRows ? int(blockIdx.x) / Cluster : int(blockIdx.x); }
-    using Inbox = float[Cluster > 1 ? Cluster - 1 : 1][kRows][kWidth];  // what arrives from the other blocks
-  };
 
   template <int Bytes>
   struct Room {
@@ -141,10 +94,10 @@ struct DecodeGemm {
   template <int Bytes>
   using Gap = std::conditional_t<Bytes == 0, Empty, Room<Bytes>>;
   struct StageWeights {
-    unsigned char weight[RowTiles][kChunkBytes];
+    typename Ring::Weights weight;
   };
-  struct StageBoth : StageWeights, Gap<-(RowTiles * kChunkBytes) & 127> {  // a box of x begins at a multiple of 128
-    Words x[kStageGroups][BatchTile][kGroupLoads];
+  struct StageBoth : StageWeights, Gap<-int(sizeof(typename Ring::Weights)) & 127> {  // a box of x begins at a multiple of 128
+    typename Ring::Box x;
   };
   using Stage = std::conditional_t<kXInRing, StageBoth, StageWeights>;
 
@@ -152,31 +105,13 @@ struct DecodeGemm {
   struct OneBlock {
     union {
       Stage ring[Stages];
-      float partial[WarpSplit][BatchTile][kSumStride];
+      typename Frame::Partial partial;
     };
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all lanes of the consumer warps have read it
   };
-  // What the other blocks send, by rank (one's own left out). It may come while the ring is still being read.
-  struct OneOfCluster : OneBlock {
-    alignas(16) float inbox[Cluster > 1 ? Cluster - 1 : 1][BatchTile][kOwnColumns];  // or whole rows of BatchTile / Cluster
-    alignas(16) Barrier arrived;  // the others' sums are all there
-  };
-  using Shared = std::conditional_t<Cluster == 1, OneBlock, OneOfCluster>;
+  using Shared = typename Frame::template Shared<OneBlock>;
   static constexpr int kSharedBytes = sizeof(Shared);
-
-  // The stage at hand: its place in the ring, and the parity of how often the ring has been passed.
-  struct Cursor {
-    int slot = 0;
-    uint32_t parity = 0;
-
-    CUTLASS_DEVICE void advance() {
-      if (++slot == Stages) {
-        slot = 0;
-        parity ^= 1;
-      }
-    }
-  };
 
   using Activation = std::conditional_t<kPaired, SplitFragment, ActivationFragment>;
   using Sum = std::conditional_t<kPaired, SplitSumFragment, SumFragment>;
@@ -188,132 +123,38 @@ struct DecodeGemm {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     int const warp = threadIdx.x / kLanes;
     int const lane = threadIdx.x % kLanes;
-    bool const is_producer = warp == kConsumers;
-    using Own = Share<(Epilogue::kUnit > 0)>;
-    constexpr int kRowLanes = Own::kRowLanes;
-
-    if (threadIdx.x == 0) {
+    Sums sums = {};
+    auto const init = [&] {
       for (int slot = 0; slot < Stages; ++slot) {
         shared.full[slot].init(1);
         shared.empty[slot].init(kConsumers * kLanes);
       }
-      if constexpr (Cluster > 1) {
-        shared.arrived.init(1);
-        shared.arrived.arrive_and_expect_tx((Cluster - 1) * Own::rows(m) * Own::kWidth * int(sizeof(float)));
-      }
-      cutlass::arch::fence_barrier_init();
-    }
-    __syncthreads();
-    if constexpr (Cluster > 1) arrive_at_cluster();  // this block has started: it may be sent sums
-
-    // In the epilogue a group of lanes shares a row, and walks over its vectors of columns.
-    constexpr int kWidth = Epilogue::kWidth;
-    constexpr int kVectors = Own::kWidth / kWidth;
-    static_assert(Own::kWidth % kWidth == 0, "a block finishes whole vectors");
-    int const row = Own::row(threadIdx.x / kRowLanes);
-    int vector = threadIdx.x % kRowLanes;
-    bool const is_row = row < m;
-    auto const column = [](int vector) { return (Own::block() * kVectors + vector) * 8; };
-    typename Epilogue::Row state = {};
-    typename Epilogue::Operands operands = {};
-
-    Sums sums = {};
-    if (is_producer) {
-      if (lane == 0) stream(shared, x, static_cast<unsigned char const*>(weight));
-    } else {
-      multiply(shared, x, m, warp, lane, sums, [&] {
-        wait_for_previous_kernel();
-        state = epilogue.template begin<kRowLanes, Own::kRowLoads>(row, is_row);
-        if (is_row && vector < kVectors) operands = epilogue.load(state, row, column(vector));
-      });
-    }
-
-    __syncthreads();  // the ring has been read to its end: its memory is free
-    if (!is_producer) store_partial(shared.partial[warp % WarpSplit], warp / WarpSplit, lane, sums);
-    __syncthreads();
-    if constexpr (Cluster > 1) {
-      wait_for_cluster();
-      if constexpr (Own::kStride > 1) {
-        send_rows<kWidth>(shared, m);
+    };
+    auto const work = [&](auto const& prepare) {
+      if (warp == kConsumers) {
+        if (lane == 0) stream(shared, x, weight);
       } else {
-        if (is_row) send<kWidth>(shared, row, vector);
+        multiply(shared, x, m, warp, lane, sums, prepare);
       }
-      wait(shared.arrived, 0);
-    }
-
-    while (is_row && vector < kVectors) {
-      float values[kWidth];
-      add_partials(shared, row, Own::first_column() + vector * kWidth, values);
-      if constexpr (Cluster > 1) {
-        auto const& inbox = reinterpret_cast<typename Own::Inbox const&>(shared.inbox);
-        CUTLASS_PRAGMA_UNROLL
-        for (int other = 0; other < Cluster - 1; ++other) add(inbox[other][row / Own::kStride] + vector * kWidth, values);
-      }
-      epilogue.apply(state, operands, row, column(vector), values);
-      if constexpr (Epilogue::kUnit > 0) keep(shared.partial[0][row] + vector * kWidth, values);
-      vector += kRowLanes;
-      if (vector < kVectors) operands = epilogue.load(state, row, column(vector));
-    }
-    if constexpr (Epilogue::kUnit > 0) {
-      __syncwarp();
-      float const* const finished = shared.partial[0][is_row ? row : 0];
-      if (!is_producer) epilogue.copy(state, column(0), FinishedRow<kColumns, kRowLanes>{finished, row, is_row});
-    }
-    epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
+    };
+    Frame::run(shared, m, epilogue, init, work, [&] { store_partial(shared.partial, warp, lane, sums); });
   }
 
  private:
-  CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
-
-  // The k stage that comes first, and where the walk's `stage` lies on K.
-  CUTLASS_DEVICE static int first_stage() { return Rotate ? int(blockIdx.x) / Cluster % kNumStages : 0; }
-  CUTLASS_DEVICE static int place(int stage, int turned) {
-    int const at = stage + turned;
-    return Rotate && at >= kNumStages ? at - kNumStages : at;
-  }
-
-  // One thread: the block's slice of its row tiles, and of x if it goes this way, at most Stages ahead of the consumers.
-  CUTLASS_DEVICE static void stream(Shared& shared, X x, unsigned char const* weight) {
+  // One thread: the block's slice of its row tiles, and of x if it goes this way.
+  CUTLASS_DEVICE static void stream(Shared& shared, X x, void const* weight) {
     if constexpr (kXInRing) cute::prefetch_tma_descriptor(x);
-    if constexpr (Next == NextAt::Start) allow_next_kernel();
-    unsigned char const* tiles =
-        weight + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes + rank() * kSliceBytes;
-    int const turned = first_stage();
-    // Nothing is unrolled: code that runs once is fetched once, and slowly.
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_weights(shared, stage, place(stage, turned), tiles);
-    wait_for_previous_kernel();
-    if constexpr (kXInRing) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int stage = 0; stage < kAhead; ++stage) load_x(shared, stage, place(stage, turned), x);
-    }
-    constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
-    Cursor cursor;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
-      if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
-      wait(shared.empty[cursor.slot], cursor.parity);
-      load_weights(shared, cursor.slot, place(stage, turned), tiles);
-      if constexpr (kXInRing) load_x(shared, cursor.slot, place(stage, turned), x);
-    }
-    if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
-  }
-
-  CUTLASS_DEVICE static void load_weights(Shared& shared, int slot, int stage, unsigned char const* tiles) {
-    int const begin = stage * kChunkBytes;
-    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
-    shared.full[slot].arrive_and_expect_tx(RowTiles * bytes + kXBytes);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int tile = 0; tile < RowTiles; ++tile) {
-      load_bulk_once(shared.ring[slot].weight[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes,
-                     shared.full[slot]);
-    }
-  }
-
-  CUTLASS_DEVICE static void load_x(Shared& shared, int slot, int stage, CUtensorMap const* x) {
-    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);  // every block reads it
-    cute::SM90_TMA_LOAD_3D::copy(x, reinterpret_cast<uint64_t*>(&shared.full[slot]), kHint, shared.ring[slot].x, 0, 0,
-                                 rank() * (kSliceK / kGroupK) + stage * kStageGroups);
+    unsigned char const* const tiles = Ring::slice(weight);
+    auto const load_weights = [&](int slot, int stage) {
+      Ring::load_weights(shared.ring[slot].weight, shared.full[slot], stage, tiles, kXBytes);
+    };
+    auto const load_x = [&](int slot, int stage) {
+      if constexpr (kXInRing) Ring::load_x(shared.ring[slot].x, shared.full[slot], stage, x);
+    };
+    Ring::stream(shared.empty, load_weights, load_x, [&](int slot, int stage) {
+      load_weights(slot, stage);
+      load_x(slot, stage);
+    });
   }
 
   using Block = Words[kBlockGroups][kBatchTiles];  // a lane's activations of one block
@@ -328,7 +169,7 @@ struct DecodeGemm {
                                       Prepare const& prepare) {
     int const first_tile = warp / WarpSplit * kWarpTiles;
     int const split = warp % WarpSplit;
-    int const turned = first_stage();
+    int const turned = Ring::first_stage();
     Operand operands[kRound][kSteps];  // stage s lies in operands[s % kRound]
     if constexpr (!kXInRing) {
       wait_for_previous_kernel();
@@ -355,7 +196,7 @@ struct DecodeGemm {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kSteps; ++i) {
           int const step = i * WarpSplit + split;
-          if (inside(place(stage, turned) * StageK + step * kStepK)) {
+          if (Ring::inside(Ring::place(stage, turned) * StageK + step * kStepK)) {
             multiply_step(shared.ring[cursor.slot], first_tile, step, lane, operands[turn][i], sums);
           }
         }
@@ -379,10 +220,10 @@ struct DecodeGemm {
   // All of a warp's steps of a stage, from global memory. Rows past the batch and stages past the end are zero, unread.
   CUTLASS_DEVICE static void load_x(bf16 const* x, int m, int stage, int turned, int split, int lane,
                                     Operand (&steps)[kSteps]) {
-    bf16 const* const slice = x + rank() * kSliceK + Activation::k(lane);
+    bf16 const* const slice = x + Ring::rank() * kSliceK + Activation::k(lane);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSteps; ++i) {
-      int const k = place(stage, turned) * StageK + (i * WarpSplit + split) * kStepK;
+      int const k = Ring::place(stage, turned) * StageK + (i * WarpSplit + split) * kStepK;
       CUTLASS_PRAGMA_UNROLL
       for (int group = 0; group < kStepK / kGroupK; ++group) {
         CUTLASS_PRAGMA_UNROLL
@@ -438,23 +279,10 @@ struct DecodeGemm {
     }
   }
 
-  // What a lane's codes of a unit are worth, in rows g and g + 8.
-  struct Scales {
-    float2 scale;
-    uint32_t zeros;  // a byte each
-  };
-  CUTLASS_DEVICE static Scales read_scales(unsigned char const* unit, int lane) {
-    Scales scales = {unpack_halves(*reinterpret_cast<uint32_t const*>(unit + Weight::kScales + lane / 4 * 4)), 0};
-    if constexpr (Weight::kZeroPoints) {
-      scales.zeros = *reinterpret_cast<uint16_t const*>(unit + Weight::kZeros + lane / 4 * 2);
-    }
-    return scales;
-  }
-
   template <class Integers>
   CUTLASS_DEVICE static void multiply_integers(unsigned char const* unit, int lane, Integers const& x,
                                                ByteSums const (&start)[Integers::kBytes], float (&sums)[Sum::kSums]) {
-    Scales const scales = read_scales(unit, lane);
+    UnitScales<Weight> const scales(unit, lane);
     ByteSums products[Integers::kBytes];
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kStepBlocks; ++block) {
@@ -483,14 +311,14 @@ struct DecodeGemm {
   template <int Tiles>
   CUTLASS_DEVICE static void multiply_units(Stage const& stage, int first_tile, int first, int step, int lane,
                                             Operand& x, Sums& sums) {
-    Scales scales[Tiles];
+    UnitScales<Weight> scales[Tiles];
     uint32_t middle[Tiles][2];
     float products[Tiles][kBatchTiles][SumFragment::kSums] = {};
     unsigned char const* units[Tiles];
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < Tiles; ++tile) {
       units[tile] = stage.weight[first_tile + first + tile] + step * kStepBytes;
-      scales[tile] = read_scales(units[tile], lane);
+      scales[tile] = UnitScales<Weight>(units[tile], lane);
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) middle[tile][half] = Weight::middle(scales[tile].zeros >> 8 * half & 0xff);
     }
@@ -541,98 +369,16 @@ struct DecodeGemm {
     }
   }
 
-  CUTLASS_DEVICE static void store_partial(float (&partial)[BatchTile][kSumStride], int warp_row, int lane,
-                                           Sums const& sums) {
+  CUTLASS_DEVICE static void store_partial(typename Frame::Partial& partial, int warp, int lane, Sums const& sums) {
     CUTLASS_PRAGMA_UNROLL
     for (int tile = 0; tile < kWarpTiles; ++tile) {
-      int const first = (warp_row * kWarpTiles + tile) * kTileRows;
       CUTLASS_PRAGMA_UNROLL
       for (int batch = 0; batch < kBatchTiles; ++batch) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Sum::kSums; ++i) {
-          partial[batch * kTileBatch + Sum::sequence(lane, i)][first + Sum::column(lane, i)] =
-              sums[tile][batch][i];
-        }
+        Frame::template store<Sum>(partial[warp % WarpSplit], warp / WarpSplit * kWarpTiles + tile, batch, lane,
+                                    sums[tile][batch]);
       }
     }
   }
-
-  // values = this block's sums of columns first .. first + Width - 1 of a row, added split by split.
-  template <int Width>
-  CUTLASS_DEVICE static void add_partials(Shared const& shared, int row, int first, float (&values)[Width]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Width; ++i) values[i] = 0.f;
-    // 32 floats at once: the loads of all partial sums together would cost the registers of the whole kernel.
-    constexpr int kUnrolled = 32 / Width;
-#pragma unroll kUnrolled
-    for (int split = 0; split < WarpSplit; ++split) add(shared.partial[split][row] + first, values);
-  }
-
-  // values += Width neighbouring sums in shared memory.
-  template <int Width>
-  CUTLASS_DEVICE static void add(float const* sums, float (&values)[Width]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Width / 4; ++i) {
-      float4 const four = reinterpret_cast<float4 const*>(sums)[i];
-      values[4 * i] += four.x;
-      values[4 * i + 1] += four.y;
-      values[4 * i + 2] += four.z;
-      values[4 * i + 3] += four.w;
-    }
-  }
-
-  // A lane's share of what a row has in the columns that other blocks finish: summed here, it travels once, and nobody
-  // waits for loads from another multiprocessor.
-  template <int Width>
-  CUTLASS_DEVICE static void send(Shared& shared, int row, int first) {
-    constexpr int kVectors = kOwnColumns / Width, kRowLanes = Share<false>::kRowLanes;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int vector = first; vector < (Cluster - 1) * kVectors; vector += kRowLanes) {
-      int const other = vector / kVectors;
-      int const to = other + (other >= rank());
-      int const column = vector % kVectors * Width;
-      float values[Width];
-      add_partials(shared, row, to * kOwnColumns + column, values);
-      send_vector(shared, to, shared.inbox[rank() - (rank() > to)][row] + column, values);
-    }
-  }
-
-  // Where a block finishes all columns of some rows: one lane after another, of the other blocks' rows.
-  template <int Width>
-  CUTLASS_DEVICE static void send_rows(Shared& shared, int m) {
-    constexpr int kVectors = kColumns / Width;
-    auto& inbox = reinterpret_cast<typename Share<true>::Inbox&>(shared.inbox);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int item = threadIdx.x; item < m * kVectors; item += kThreads) {
-      int const row = item / kVectors, column = item % kVectors * Width, to = row % Cluster;
-      if (to == rank()) continue;
-      float values[Width];
-      add_partials(shared, row, column, values);
-      send_vector(shared, to, inbox[rank() - (rank() > to)][row / Cluster] + column, values);
-    }
-  }
-
-  // Sums to block `to`, where `inbox` is in its shared memory.
-  template <int Width>
-  CUTLASS_DEVICE static void send_vector(Shared& shared, int to, float* inbox, float const (&values)[Width]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Width; i += 4) {
-      float4 const four = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
-      store_in_block(four, inbox + i, shared.arrived, to);
-    }
-  }
-
-  // Where the lane has just read its sums, which nobody else reads.
-  template <int Width>
-  CUTLASS_DEVICE static void keep(float* place, float const (&values)[Width]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Width; i += 4) {
-      *reinterpret_cast<float4*>(place + i) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
-    }
-  }
-
-  // Whether a step at this k of the slice exists: the last stage may be short.
-  CUTLASS_DEVICE static bool inside(int k) { return kSliceK % StageK == 0 || k < kSliceK; }
 };
 
 }  // namespace futransformer

@@ -131,6 +131,12 @@ struct ActivationFragment {
   CUTE_HOST_DEVICE static uint32_t operand(Words const& x, int j, int i) { return x.word[2 * j + i]; }
 };
 
+// The same as wgmma reads them from shared memory, of eight sequences and a group: word t of load `load(sequence, word)` is
+// `word` of what lane (sequence, t) has read, at the place of the 64-byte swizzle.
+struct SwizzledFragment {
+  CUTE_HOST_DEVICE static int load(int sequence, int word) { return sequence * 4 + (word ^ sequence / 2); }
+};
+
 // Where sum `i` (0 .. 3) of a lane belongs in the 16 x 8 tile.
 struct SumFragment {
   static constexpr int kSums = 4;

@@ -1,0 +1,113 @@
+// What a decode GEMM's weights, and x where it travels with them, pass on their way: a ring of stages in shared memory.
+//
+// Blocks of a cluster have an equal slice of K of RowTiles row tiles each. One thread asks for a slice's stages of StageK k,
+// at most Stages ahead of those who multiply. With Rotate, clusters begin at different stages and walk around.
+#pragma once
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "barrier.cuh"
+#include "bulk_copy.cuh"
+#include "dependent_launch.cuh"
+#include "fragment.cuh"
+#include "numeric.cuh"
+
+namespace futransformer {
+
+// When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
+enum class NextAt { Start, Lead, End };
+
+template <class Element, int K, int BatchTile, int RowTiles, int Cluster, int Stages, int StageK, NextAt Next, bool Rotate>
+struct DecodeRing {
+  using Weight = WeightFragment<Element>;
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+  static constexpr int kSliceK = K / Cluster;
+  static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
+  static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
+
+  static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
+  static constexpr int kRowTileBytes = Cluster * kSliceBytes;
+  static constexpr int kChunkBytes = StageK / Weight::kUnitK * Weight::kUnitBytes;  // a stage's share of one row tile
+
+  static constexpr int kStageGroups = StageK / kGroupK;
+  static constexpr int kGroupLoads = kGroupK * int(sizeof(bf16)) / kLoadBytes;  // of one row of x
+  using Weights = unsigned char[RowTiles][kChunkBytes];       // of a stage
+  using Box = Words[kStageGroups][BatchTile][kGroupLoads];  // of x
+
+  // The stage at hand: its place in the ring, and the parity of how often the ring has been passed.
+  struct Cursor {
+    int slot = 0;
+    uint32_t parity = 0;
+
+    CUTLASS_DEVICE void advance() {
+      if (++slot == Stages) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  };
+
+  CUTLASS_DEVICE static int rank() { return Cluster == 1 ? 0 : int(blockIdx.x) % Cluster; }
+
+  // The k stage that comes first, and where the walk's `stage` lies on K.
+  CUTLASS_DEVICE static int first_stage() { return Rotate ? int(blockIdx.x) / Cluster % kNumStages : 0; }
+  CUTLASS_DEVICE static int place(int stage, int turned) {
+    int const at = stage + turned;
+    return Rotate && at >= kNumStages ? at - kNumStages : at;
+  }
+
+  // Whether a step at this k of the slice exists: the last stage may be short.
+  CUTLASS_DEVICE static bool inside(int k) { return kSliceK % StageK == 0 || k < kSliceK; }
+
+  // One thread. Each of the three loads a stage into a slot: its weights, its x, and both where others have read the slot.
+  template <class EmptyBarrier, class LoadWeights, class LoadX, class Refill>
+  CUTLASS_DEVICE static void stream(EmptyBarrier const (&empty)[Stages], LoadWeights const& load_weights,
+                                    LoadX const& load_x, Refill const& refill) {
+    if constexpr (Next == NextAt::Start) allow_next_kernel();
+    int const turned = first_stage();
+    // Nothing is unrolled: code that runs once is fetched once, and slowly.
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = 0; stage < kAhead; ++stage) load_weights(stage, place(stage, turned));
+    wait_for_previous_kernel();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = 0; stage < kAhead; ++stage) load_x(stage, place(stage, turned));
+    constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
+    Cursor cursor;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
+      if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
+      wait(empty[cursor.slot], cursor.parity);
+      refill(cursor.slot, place(stage, turned));
+    }
+    if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
+  }
+
+  // This block's slice of its row tiles.
+  CUTLASS_DEVICE static unsigned char const* slice(void const* weight) {
+    return static_cast<unsigned char const*>(weight) + size_t(blockIdx.x) / Cluster * RowTiles * kRowTileBytes +
+           rank() * kSliceBytes;
+  }
+
+  // `full` then waits for as many bytes more as the caller says.
+  CUTLASS_DEVICE static void load_weights(Weights& weights, Barrier& full, int stage, unsigned char const* tiles,
+                                          int more_bytes) {
+    int const begin = stage * kChunkBytes;
+    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+    full.arrive_and_expect_tx(RowTiles * bytes + more_bytes);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < RowTiles; ++tile) {
+      load_bulk_once(weights[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes, full);
+    }
+  }
+
+  CUTLASS_DEVICE static void load_x(Box& box, Barrier& full, int stage, CUtensorMap const* x) {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);  // every block reads it
+    cute::SM90_TMA_LOAD_3D::copy(x, reinterpret_cast<uint64_t*>(&full), kHint, box, 0, 0,
+                                 rank() * (kSliceK / kGroupK) + stage * kStageGroups);
+  }
+};
+
+}  // namespace futransformer
