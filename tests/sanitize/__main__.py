@@ -41,6 +41,7 @@ EXPORTS = (
     "smollm2-135m-kv4",
     "smollm2-135m-int4-g32-asym-kv4",
     "smollm2-135m-bf16-fp8-head8",
+    "llama-3.1-8b-int4-channel-asym",
     "llama-3.1-8b",
     "group16",
     "group5",
