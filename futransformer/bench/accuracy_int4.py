@@ -25,6 +25,7 @@ from futransformer.bench.accuracy import CONTEXT, first, perplexity_row, timed_s
 from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.blocks import LayerWeights
 from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Phase, Stream
@@ -120,6 +121,11 @@ def rows(
     ``calibration`` is the text for the scales of an FP8 prefill.
     """
     config, row = load_config(model), get_precision(precision)
+    if row.copy is not None:
+        raise InputError(
+            f"{row.name} decodes over an INT4 copy of the cache, which a reference that reads a window in one pass "
+            "does not attend: score it with futransformer perplexity --through decode, and --reference"
+        )
     name = config.name.lower().removesuffix("-instruct")
     options: dict[str, Any] = {"cache_tokens": ABREAST * (CONTEXT + 64), "precision": row}
     folder, called = kernels / f"{name}-{row.name}" if kernels else None, f"{name}/{row.name}-rtn-{row.kv.name}"

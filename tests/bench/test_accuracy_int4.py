@@ -12,6 +12,7 @@ from futransformer.bench import accuracy, accuracy_int4
 from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.bench.accuracy_int4 import DecodeInPasses, DoubleDecodeInPasses, reading_as_decoding
 from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError
 from futransformer.model import Llama
 from futransformer.perplexity import score
 from futransformer.quantize.recipe import Fp8Recipe
@@ -75,3 +76,8 @@ def test_the_products_own_path_is_read_written_and_read_again(
     assert row["tokens"] == 8 * 31
     assert row["nll_minus_reference"] == {"mean": 0, "standard_error": 0, "deviation": 0}
     assert row["noise_floor_reference_float32_minus_float64"].keys() == {"mean", "standard_error", "deviation"}
+
+
+def test_a_copy_of_the_cache_is_refused(tiny_base_model: Path) -> None:
+    with pytest.raises(InputError, match=r"int4-kv4 decodes over an INT4 copy of the cache.*--through decode"):
+        accuracy_int4.rows(tiny_base_model, "text", "int4-kv4", None)

@@ -20,7 +20,7 @@ namespace futransformer {
 template <int Columns, int Lanes>
 struct FinishedRow {
   static constexpr int kColumns = Columns, kLanes = Lanes;
-  float const* values;  // of any row, where this one is not valid
+  float const* values;
   int row;
   bool valid;
 };
@@ -140,8 +140,10 @@ struct DecodeBlock {
     }
     if constexpr (Epilogue::kUnit > 0) {
       __syncwarp();
-      float const* const finished = shared.partial[0][is_row ? row : 0];
-      if (is_consumer) epilogue.copy(state, column(0), FinishedRow<kColumns, kRowLanes>{finished, row, is_row});
+      static_assert(Own::kRows * kRowLanes % kLanes == 0, "warps have rows, or none");
+      if (int(threadIdx.x) / kRowLanes < Own::kRows) {
+        epilogue.copy(state, column(0), FinishedRow<kColumns, kRowLanes>{shared.partial[0][row], row, is_row});
+      }
     }
     epilogue.template end<kRowLanes>(state, row, blockIdx.x, is_row);
   }

@@ -196,7 +196,9 @@ struct DecodeGemmWgmma {
               add_products(products, worth, sums[(tile + kTiles - 1) % kTiles]);
               worth = scales.scale;
               if (i == 0 && tile == 0) {
-                // Of the stage before everything has been used, by every lane: the products waited for it.
+                // Of the stage before everything has been used, by every lane: the products waited for it. One lane speaks
+                // for all, whose reads are ordered before its arrival.
+                __syncwarp();
                 if (stage > 0 && lane == 0) shared.empty[read].arrive();
                 read = cursor.slot;
                 wait(shared.ready[cursor.slot], cursor.parity);
