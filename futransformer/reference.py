@@ -194,7 +194,8 @@ class ReferenceOps:
                 k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[row], length)
                 attended = self._attend(q[row : row + 1], k, v)[0]
             else:
-                attended = self._attend_codes(q[row], *self._gather_copy(kv_copy, block_table[row], length))
+                copied = self._gather_copy(kv_copy, block_table[row], length)
+                attended = self._attend_codes(q[row : row + 1], *copied)[0]
             out[row] = attended.to(self.dtype)
         return out
 
@@ -317,32 +318,33 @@ class ReferenceOps:
         return keys.map(tokens), values.map(tokens)
 
     def _attend_codes(self, q: Tensor, keys: Int4Kv, values: Int4Kv) -> Tensor:
-        """Attention of one query [heads * D] over codes [kv heads, length, D]; float32.
+        """The same as ``_attend`` over codes [kv heads, length, D].
 
         V's codes are multiplied as they are, by P times their scales; P times minima is added in float32.
         """
-        grouped = q.float().view(self.heads.num_key_value_heads, self.heads.group, -1)
-        scores = torch.einsum("hqd,hkd->hqk", grouped, keys.worth()) * self.heads.head_dim**-0.5
-        p: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        scaled = torch.einsum("hqk,hkg->hqkg", p, values.scales.float()).to(self.dtype).float()
-        attended = torch.einsum("hqkg,hkgd->hqgd", scaled, values.multiples())
+        p = self._weights(q, keys.worth())
+        scaled = torch.einsum("hgqk,hks->hgqks", p, values.scales.float()).to(self.dtype).float()
+        attended = torch.einsum("hgqks,hksd->hgqsd", scaled, values.multiples())
         if values.minima is not None:
-            attended += torch.einsum("hqk,hkg->hqg", p, values.minima.float()).unsqueeze(-1)
-        total = p.sum(-1)[..., None, None]
-        return attended.div_(total).flatten()
+            attended += torch.einsum("hgqk,hks->hgqs", p, values.minima.float()).unsqueeze(-1)
+        return attended.div_(p.sum(-1)[..., None, None]).flatten(3).permute(2, 0, 1, 3).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of a sequence's last queries [Q, heads * D] over k and v [kv heads, length, D]; float32."""
+        p = self._weights(q, k)
+        attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / p.sum(-1, keepdim=True)
+        return attended.permute(2, 0, 1, 3).flatten(1)
+
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """exp(score - the largest) of a sequence's last queries, float32 [kv heads, group, Q, length]."""
         queries, length = q.shape[0], k.shape[1]
         grouped = q.float().view(queries, self.heads.num_key_value_heads, self.heads.group, -1).permute(1, 2, 0, 3)
         scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * self.heads.head_dim**-0.5
         if queries > 1:
             future = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu_(length - queries + 1)
             scores.masked_fill_(future, -torch.inf)
-        p: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        total = p.sum(-1, keepdim=True)
-        attended = torch.einsum("hgqk,hkd->hgqd", p.to(self.dtype).float(), v) / total
-        return attended.permute(2, 0, 1, 3).flatten(1)
+        weights: Tensor = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        return weights
 
 
 def with_gain(x: Tensor, gain: Tensor | None) -> Tensor:

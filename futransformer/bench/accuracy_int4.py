@@ -15,6 +15,7 @@ eighths are decoded on the cache that this wrote, and the rest is read as anothe
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,12 @@ from futransformer.bench.accuracy import CONTEXT, first, perplexity_row, timed_s
 from futransformer.bench.accuracy_fp8 import DoubleOps
 from futransformer.blocks import LayerWeights
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import InputError
 from futransformer.generator.precision import get_precision
 from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Phase, Stream
 from futransformer.quantize.calibrate import calibrate
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.reference import ReferenceOps
+from futransformer.reference import QUERY_BLOCK, ReferenceOps
 from futransformer.tokenizer import Tokenizer
 
 BATCH = 8  # windows a pass of a reference
@@ -42,7 +42,43 @@ TURN_WINDOWS = 8  # through both phases, where the references decode token by to
 
 
 class DecodeInPasses(ReferenceOps):
-    """The reference, whose prefill rounds where decode does: the residual stream is float32, x its rounded copy."""
+    """The reference, whose prefill rounds where decode does: the residual stream is float32, x its rounded copy.
+
+    Where the cache has an INT4 copy, a prefill attends that, as decode would.
+    """
+
+    _written: Tensor | None = None  # the copy that qkv wrote last: attention is of the same layer
+
+    def qkv(self, phase: Phase, *rest: Any, kv_copy: Tensor | None = None, **options: Any) -> Tensor:
+        """See Ops.qkv."""
+        self._written = kv_copy
+        return super().qkv("decode", *rest, kv_copy=kv_copy, **options)
+
+    def attention_prefill(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seqlens_k: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        """See Ops.attention_prefill."""
+        if self._written is None:
+            return super().attention_prefill(q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, **options)
+        attended = torch.empty_like(q, dtype=self.dtype)
+        offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
+        for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
+            keys, values = self._gather_copy(self._written, block_table[sequence], length)
+            for first_row in range(start, stop, QUERY_BLOCK):
+                last = min(first_row + QUERY_BLOCK, stop)
+                visible = length - (stop - last)
+                seen_keys, seen_values = (
+                    part.map(partial(torch.narrow, dim=1, start=0, length=visible)) for part in (keys, values)
+                )
+                attended[first_row:last] = self._attend_codes(q[first_row:last], seen_keys, seen_values)
+        return attended
 
     def gather_rows(
         self,
@@ -121,11 +157,6 @@ def rows(
     ``calibration`` is the text for the scales of an FP8 prefill.
     """
     config, row = load_config(model), get_precision(precision)
-    if row.copy is not None:
-        raise InputError(
-            f"{row.name} decodes over an INT4 copy of the cache, which a reference that reads a window in one pass "
-            "does not attend: score it with futransformer perplexity --through decode, and --reference"
-        )
     name = config.name.lower().removesuffix("-instruct")
     options: dict[str, Any] = {"cache_tokens": ABREAST * (CONTEXT + 64), "precision": row}
     folder, called = kernels / f"{name}-{row.name}" if kernels else None, f"{name}/{row.name}-rtn-{row.kv.name}"
@@ -137,14 +168,16 @@ def rows(
         scales = calibrate(ours, Tokenizer(model).encode(calibration), context=CONTEXT).scales
         references = {
             kind: Llama.from_pretrained(
-                model, ops=ops(config, device=ours.ops.device), recipe=Fp8Recipe(scales), **options
+                model, ops=ops(config, device=ours.ops.device, copy=row.copy), recipe=Fp8Recipe(scales), **options
             )
             for kind, ops in (("float32", ReferenceOps), ("float64", DoubleOps))
         }
         return turn_rows(ours, references, tokens, called)
     ours = Llama.from_pretrained(model, kernels=folder, device="cuda", **options)
     references = {
-        kind: reading_as_decoding(Llama.from_pretrained(model, ops=ops(config, device=ours.ops.device), **options))
+        kind: reading_as_decoding(
+            Llama.from_pretrained(model, ops=ops(config, device=ours.ops.device, copy=row.copy), **options)
+        )
         for kind, ops in (("float32", DecodeInPasses), ("float64", DoubleDecodeInPasses))
     }
     bf16 = Llama.from_pretrained(
