@@ -6,9 +6,6 @@
 
 namespace cutlass {
 constexpr int NumThreadsPerWarp = 32;
-namespace arch {
-inline void fence_view_async_shared() {}
-}  // namespace arch
 }  // namespace cutlass
 
 template <int Stages>

@@ -20,7 +20,7 @@ from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import attention_decode_spec
+from futransformer.generator.heuristics import COPY_BYTES_AHEAD, attention_decode_spec
 from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.precision import BF16, E4M3, INT4, Element, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec, Heads, KernelSpec
@@ -500,7 +500,7 @@ def test_every_model_has_a_legal_spec(name: str, precision: str) -> None:
     page_bytes = 2 * PAGE_SIZE * heads.head_dim * row.kv.bits // 8
     if row.copy is not None:
         page_bytes = row.copy.page_bytes(heads.head_dim)
-        assert 2**16 <= spec.blocks_per_sm * spec.stages * page_bytes <= 192 * 1024, "what is on its way"
+        assert 2**16 <= spec.blocks_per_sm * spec.stages * page_bytes <= COPY_BYTES_AHEAD, "what is on its way"
     assert spec.shared_bytes == spec.stages * (page_bytes + 16) + 16
     assert spec.blocks_per_sm * (spec.shared_bytes + 1024) <= 228 * 1024
     assert spec.blocks_per_sm >= 2, "one block combines while another streams"
