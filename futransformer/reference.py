@@ -16,6 +16,7 @@ CUDA device. Phases compute the same thing here; they exist because kernels read
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -163,11 +164,10 @@ class ReferenceOps:
         for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
             seeing = max(start, stop - length)
             attended[start:seeing] = 0
-            k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[sequence], length)
+            attend = self._attention_to(k_pages, v_pages, kv_scale, None, block_table[sequence], length)
             for first in range(seeing, stop, QUERY_BLOCK):
                 last = min(first + QUERY_BLOCK, stop)
-                visible = length - (stop - last)
-                attended[first:last] = self._attend(q[first:last], k[:, :visible], v[:, :visible])
+                attended[first:last] = attend(q[first:last], length - (stop - last))
         stored = attended if fp8 is None else self._stored(attended, fp8)
         return stored if out is None else out.copy_(stored)
 
@@ -190,13 +190,8 @@ class ReferenceOps:
             if length == 0:
                 out[row] = 0
                 continue
-            if kv_copy is None:
-                k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_table[row], length)
-                attended = self._attend(q[row : row + 1], k, v)[0]
-            else:
-                copied = self._gather_copy(kv_copy, block_table[row], length)
-                attended = self._attend_codes(q[row : row + 1], *copied)[0]
-            out[row] = attended.to(self.dtype)
+            attend = self._attention_to(k_pages, v_pages, kv_scale, kv_copy, block_table[row], length)
+            out[row] = attend(q[row : row + 1], length)[0].to(self.dtype)
         return out
 
     def o(
@@ -316,6 +311,27 @@ class ReferenceOps:
             return pages.flatten(1, 2)[:, :length]
 
         return keys.map(tokens), values.map(tokens)
+
+    def _attention_to(
+        self,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        kv_scale: Tensor | None,
+        kv_copy: Tensor | None,
+        block_row: Tensor,
+        length: int,
+    ) -> Callable[[Tensor, int], Tensor]:
+        """What attends one sequence's pages, or their copy: of its last queries and the keys that they see, float32."""
+        if kv_copy is None:
+            k, v = self._gather_pages(k_pages, v_pages, kv_scale, block_row, length)
+            return lambda q, visible: self._attend(q, k[:, :visible], v[:, :visible])
+        keys, values = self._gather_copy(kv_copy, block_row, length)
+
+        def attend(q: Tensor, visible: int) -> Tensor:
+            seen = (part.map(lambda tokens: tokens[:, :visible]) for part in (keys, values))
+            return self._attend_codes(q, *seen)
+
+        return attend
 
     def _attend_codes(self, q: Tensor, keys: Int4Kv, values: Int4Kv) -> Tensor:
         """The same as ``_attend`` over codes [kv heads, length, D].

@@ -14,8 +14,8 @@ eighths are decoded on the cache that this wrote, and the rest is read as anothe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from futransformer.model import Llama
 from futransformer.ops.interface import Fp8Output, Phase, Stream
 from futransformer.quantize.calibrate import calibrate
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.reference import QUERY_BLOCK, ReferenceOps
+from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
 
 BATCH = 8  # windows a pass of a reference
@@ -54,31 +54,10 @@ class DecodeInPasses(ReferenceOps):
         self._written = kv_copy
         return super().qkv("decode", *rest, kv_copy=kv_copy, **options)
 
-    def attention_prefill(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        block_table: Tensor,
-        cu_seqlens_q: Tensor,
-        seqlens_k: Tensor,
-        **options: Any,
-    ) -> Tensor:
-        """See Ops.attention_prefill."""
-        if self._written is None:
-            return super().attention_prefill(q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, **options)
-        attended = torch.empty_like(q, dtype=self.dtype)
-        offsets, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
-        for sequence, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
-            keys, values = self._gather_copy(self._written, block_table[sequence], length)
-            for first_row in range(start, stop, QUERY_BLOCK):
-                last = min(first_row + QUERY_BLOCK, stop)
-                visible = length - (stop - last)
-                seen_keys, seen_values = (
-                    part.map(partial(torch.narrow, dim=1, start=0, length=visible)) for part in (keys, values)
-                )
-                attended[first_row:last] = self._attend_codes(q[first_row:last], seen_keys, seen_values)
-        return attended
+    def _attention_to(
+        self, k_pages: Tensor, v_pages: Tensor, kv_scale: Tensor | None, _: Tensor | None, *rest: Any
+    ) -> Callable[[Tensor, int], Tensor]:
+        return super()._attention_to(k_pages, v_pages, kv_scale, self._written, *rest)
 
     def gather_rows(
         self,
