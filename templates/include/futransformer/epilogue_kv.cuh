@@ -23,8 +23,7 @@ struct CopyKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
 
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // the operation before says where they are
   static constexpr int kKept = 24;  // at 128 sums; with none, operands asked for ahead spill
-  // A head, where a group or a block spans one.
-  static constexpr int kUnit = Format::kGroup == 32 && Format::kBlock <= 32 ? 64 : HeadDim;
+  static constexpr int kUnit = Page::kUnit;
 
   CUTLASS_DEVICE CopyKv(unsigned char* copy, long long const* of_rows) : Slots(of_rows), pages(copy) {}
 
@@ -68,11 +67,9 @@ struct CopyKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       int const group = kKeys ? first + i % kEven + i / kEven * (HeadDim / 64) : first + i;
       Scale const& scale = scales[i % kScales];
       if constexpr (kKeys) {
-        __stcg(reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)), scale.key_word(values[i]));
+        scale.template store_key<Page>(page, values[i], token, group, t);
       } else {
-        unsigned char* const target = page + Page::value_byte(token, group, t);
-        CUTLASS_PRAGMA_UNROLL
-        for (int byte = 0; byte < 4; ++byte) target[64 * byte] = scale.value_byte(values[i], byte);
+        scale.template store_value<Page>(page, values[i], token, group, t);
       }
       if (i < kScales && t == i) scale.template store<Page>(page + (kKeys ? 0 : Page::kPartBytes), token, group);
     }

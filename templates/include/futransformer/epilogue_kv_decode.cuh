@@ -23,8 +23,7 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   bf16* q;               // [rows, QFeatures]
 
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // the operation before says where they are
-  // A head, where a group or a block spans one.
-  static constexpr int kUnit = Format::kGroup == 32 && Format::kBlock <= 32 ? 64 : HeadDim;
+  static constexpr int kUnit = Page::kUnit;
   static constexpr int kGroups = Format::kGroup == 0 ? HeadDim / 32 : Format::kBlock > 32 ? Format::kBlock / 32 : 1;  // of a quad
 
   CUTLASS_DEVICE CopyKvOfRow(unsigned char* copy, long long const* of_rows, bf16* queries)
@@ -108,11 +107,9 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   CUTLASS_DEVICE static void store_codes(unsigned char* page, Scale const& scale, float const (&values)[8], int token,
                                          int group, int t, bool is_value) {
     if (is_value) {
-      unsigned char* const target = page + Page::value_byte(token, group, t);
-      CUTLASS_PRAGMA_UNROLL
-      for (int byte = 0; byte < 4; ++byte) target[64 * byte] = scale.value_byte(values, byte);
+      scale.template store_value<Page>(page, values, token, group, t);
     } else {
-      __stcg(reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)), scale.key_word(values));
+      scale.template store_key<Page>(page, values, token, group, t);
     }
     bool const stores_scale = Format::kGroup != 0 || group == 0;
     if (t == 0 && stores_scale) {

@@ -33,6 +33,8 @@ struct KvCopyPage {
   static constexpr int kScaleBytes = kTokens * Format::template kGroups<HeadDim> * 2;  // minima take as many
   static constexpr int kPartBytes = kCodeBytes + kScaleBytes * (Format::kMinimum ? 2 : 1);
   static constexpr int kBytes = 2 * kPartBytes;
+  // Columns of qkv that are finished together: a head, where a group or a block spans one.
+  static constexpr int kUnit = Format::kGroup == 32 && Format::kBlock <= 32 ? 64 : HeadDim;
 
   // The word of K of lane `t` of a group of 32.
   CUTLASS_DEVICE static int key_word(int token, int group, int t) {
@@ -158,6 +160,18 @@ struct KvScale {
   CUTLASS_DEVICE uint8_t value_byte(float const (&values)[8], int byte) const {
     uint32_t const codes = pair(values, byte);
     return uint8_t(codes >> 12 | codes);
+  }
+
+  // A lane's codes of a group of 32: a word of K, or four bytes of V.
+  template <class Page>
+  CUTLASS_DEVICE void store_key(unsigned char* page, float const (&values)[8], int token, int group, int t) const {
+    __stcg(reinterpret_cast<uint32_t*>(page + Page::key_word(token, group, t)), key_word(values));
+  }
+  template <class Page>
+  CUTLASS_DEVICE void store_value(unsigned char* page, float const (&values)[8], int token, int group, int t) const {
+    unsigned char* const target = page + Page::value_byte(token, group, t);
+    CUTLASS_PRAGMA_UNROLL
+    for (int byte = 0; byte < 4; ++byte) target[64 * byte] = value_byte(values, byte);
   }
 
   // By one lane.
