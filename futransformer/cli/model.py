@@ -297,18 +297,18 @@ def load(
     return model
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """The name and the content of the text, exactly as it stands."""
+def read_text(path: Path | None, option: str = "--text") -> tuple[str, str]:
+    """The name and the content of the text, exactly as it stands; ``option`` is what names it."""
     if path is None:
         return "sample.txt", (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()
     try:
         return str(path), path.read_bytes().decode()
     except FileNotFoundError as error:
-        raise InputError(f"--text {path}: there is no such file") from error
+        raise InputError(f"{option} {path}: there is no such file") from error
     except OSError as error:
-        raise InputError(f"--text {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
+        raise InputError(f"{option} {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
+        raise InputError(f"{option} {path} is not UTF-8 text: {error}") from error
 
 
 def say(line: str) -> None:

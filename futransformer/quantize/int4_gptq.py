@@ -32,10 +32,16 @@ class Int4Method:
 
 
 class RoundingErrors(NamedTuple):
-    """|X (W - Q)^T| / |X W^T| of a weight's operands X, dampened as GPTQ's are: of its codes, and of nearest ones."""
+    """Of each row of a weight, float32 [N], squared; X are its operands, dampened as GPTQ's are."""
 
-    output: float
-    nearest: float
+    output: Tensor  # |X (w - q)^T|^2
+    nearest: Tensor  # the same of the nearest codes
+    whole: Tensor  # |X w^T|^2
+
+    def of_rows(self, rows: slice) -> tuple[float, float]:
+        """Of some rows together the relative errors |X (W - Q)^T| / |X W^T|, of their codes and of the nearest ones."""
+        output, nearest, whole = (part[rows].double().sum() for part in self)
+        return (output / whole).sqrt().nan_to_num().item(), (nearest / whole).sqrt().nan_to_num().item()
 
 
 class Int4Grid:
@@ -112,10 +118,8 @@ def round_by_gptq(name: str, weight: Tensor, gram: Tensor, method: Int4Method) -
     found = _rows_of(errors < errors_of_nearest, found, nearest)
     for _ in range(method.sweeps):
         found = refine(weight, damped.gram, found)
-    final = squared_errors(weight - found.dequantise(), damped.gram).double().sum()
-    whole = squared_errors(weight, damped.gram).double().sum().clamp_min(1e-300)
-    of_nearest = errors_of_nearest.double().sum()
-    return found, RoundingErrors(*((part / whole).sqrt().item() for part in (final, of_nearest)))
+    final = squared_errors(weight - found.dequantise(), damped.gram)
+    return found, RoundingErrors(final, errors_of_nearest, squared_errors(weight, damped.gram))
 
 
 def refine(weight: Tensor, gram: Tensor, coded: Int4Weight) -> Int4Weight:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from futransformer.checkpoint import rope_table
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import CheckpointError
 from futransformer.ops.interface import Projection
 from futransformer.quantize.gram import counted, gram_of
 
@@ -26,7 +27,10 @@ Operands = Callable[[slice], tuple[Tensor, Tensor]]  # of some windows: what is 
 
 
 class CalibrationStream:
-    """Windows of L tokens on their way through a model, whose layers come one after another."""
+    """Windows of L tokens on their way through a model, whose layers come one after another.
+
+    ``residual`` is where they are, float32 [windows, L, H].
+    """
 
     def __init__(
         self, config: LlamaConfig, embedding: Tensor, windows: Sequence[Sequence[int]], device: torch.device
@@ -36,7 +40,9 @@ class CalibrationStream:
         self.device = device
         self._config = config
         tokens = torch.tensor(windows)
-        self._x = embedding[tokens].to(device, torch.float32)  # [windows, L, H]
+        self.residual = embedding[tokens].to(device, torch.float32)
+        if not self.residual.isfinite().all():
+            raise CheckpointError(f"{config.name}: its embedding holds values that are not finite; fetch it again")
         self._attended = torch.empty(*tokens.shape, config.heads.q_features, dtype=self.dtype, device=device)
         self._cos, self._sin = rope_table(config, tokens.shape[1]).to(device).unbind(-1)
         at_once = max(1, ROWS // tokens.shape[1])
@@ -56,14 +62,14 @@ class CalibrationStream:
         if rounder is not None:
             o = self._replace("o", rounder, lambda windows: self._adding(windows, self._attended[windows], o))
         for windows in self._batches:
-            self._x[windows] += self._attended[windows] @ o.T
+            self.residual[windows] += self._attended[windows] @ o.T
         if rounder is not None:
             gate_up = self._replace("gate_up", rounder, self._normed)
             down = self._replace(
                 "down", rounder, lambda windows: self._adding(windows, self._activated(windows, gate_up), down)
             )
         for windows in self._batches:
-            self._x[windows] += self._activated(windows, gate_up) @ down.T
+            self.residual[windows] += self._activated(windows, gate_up) @ down.T
 
     def _replace(self, op: Projection, rounder: Rounder, operands: Operands) -> Tensor:
         gram: Tensor | None = None
@@ -74,11 +80,11 @@ class CalibrationStream:
         return rounder(op, gram).to(self.device, self.dtype)
 
     def _normed(self, windows: slice) -> tuple[Tensor, Tensor]:
-        x = self._x[windows]
+        x = self.residual[windows]
         return (x * self._rstd(x)).to(self.dtype), torch.ones_like(x[..., :1])
 
     def _adding(self, windows: slice, operands: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return operands, self._rstd(self._x[windows] + operands @ weight.T)
+        return operands, self._rstd(self.residual[windows] + operands @ weight.T)
 
     def _rstd(self, x: Tensor) -> Tensor:
         return torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
