@@ -67,8 +67,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, length, HEADS, HEAD_DIM).transpose(1, 2)
         k, v = (linear(x)[:, None] for linear in (self.k_proj, self.v_proj))
         q, k = (rotate(part, cos, sin).to(v.dtype) for part in (q, k))
-        every = (batch, HEADS, length, HEAD_DIM)
-        mixed = F.scaled_dot_product_attention(q, k.expand(every), v.expand(every), is_causal=True)
+        k, v = (part.repeat(1, HEADS, 1, 1) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -240,9 +240,8 @@ def train(args: argparse.Namespace, tokens: Tokens, held_out: Tokens, vocabulary
     length = args.context + 1
     text, held = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (tokens, held_out))
     windows = batches(text, length, args.batch, torch.Generator().manual_seed(args.seed))
-    torch.autograd.backward(
-        loss_of(text[: args.batch * length].view(-1, length).long())
-    )  # compiles: no time of the schedule's
+    # Both compile, which takes no time of the schedule's.
+    torch.autograd.backward(loss_of(text[: args.batch * length].view(-1, length).long()))
     optimizer.zero_grad()
     held_out_loss(loss_of, held, length, args.batch, windows=args.batch)
     start, step, progress = time.perf_counter(), 0, 0.0
