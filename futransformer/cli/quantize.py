@@ -143,7 +143,7 @@ def _calibration(args: argparse.Namespace, folder: Path, config: LlamaConfig) ->
     if args.calibration == WIKITEXT2:
         name, content = WIKITEXT2, read_wikitext2("train")
     else:
-        name, content = read_text(Path(args.calibration) if args.calibration else None, "--calibration")
+        name, content = read_text(Path(args.calibration) if args.calibration else None, option="--calibration")
     text = cut_text(Path(name).name, content, folder, config, args.samples, seqlen)
     count, length = len(text.windows), len(text.windows[0])
     if count < args.samples or length < seqlen:
