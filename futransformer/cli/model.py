@@ -207,15 +207,10 @@ def load(
     return model
 
 
-<<<<<<< HEAD
-def read_text(path: Path | None, *, named: bool = False, option: str = "--text") -> tuple[str, str]:
-    """The name and the content of the text that ``option`` names, exactly; ``named``: wikitext2 is its test split."""
-=======
 def read_text(path: Path | None, option: str = "--text", *, named: bool = False) -> tuple[str, str]:
     """The name and the content of the text, exactly as it stands; ``option`` names it in errors; where
     ``named`` is set, wikitext2 is its test split.
     """
->>>>>>> main
     if named and str(path) == WIKITEXT2 and not Path(WIKITEXT2).exists():
         return WIKITEXT2, read_wikitext2("test")
     if path is None:
