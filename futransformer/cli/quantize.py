@@ -156,7 +156,9 @@ def _quantize(args: argparse.Namespace) -> int:
         return Gptq(method, CalibrationStream(config, checkpoint.embedding(), text.windows, device))
 
     def show(progress: Progress) -> None:
-        say(f"layer {progress.layers} of {progress.of}, {math.ceil(progress.seconds_left)} s left")
+        left = progress.seconds_left
+        rest = "kept from before" if left is None else f"{math.ceil(left)} s left"
+        say(f"layer {progress.layers} of {progress.of}, {rest}")
 
     errors = write_quantised(
         folder,

@@ -54,7 +54,7 @@ class Progress(NamedTuple):
 
     layers: int  # done
     of: int
-    seconds_left: float
+    seconds_left: float | None  # None: all were done before
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def write_quantised(
                 working.passed(index, weights, codes)
             errors |= found
             if progress is not None:
-                progress(Progress(index + 1, count, spent / max(written, 1) * (count - index - 1)))
+                left = spent / written * (count - index - 1) if written else None
+                progress(Progress(index + 1, count, left))
         del working  # and with it what it holds of a calibration text
         ends = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
         write_whole(partial / shards[-1], save({name: checkpoint.read(name) for name in ends}, {"format": "pt"}))
