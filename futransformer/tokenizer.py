@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from futransformer.generator.errors import CheckpointError, InputError
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str  # "system", "user" or "assistant", where the model's template knows it
+    content: str
 
 
 class Tokenizer:
@@ -49,7 +56,11 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode_chat(self, message: str) -> list[int]:
-        """Tokens of a user's message and the opening of the answer, by the model's chat template.
+        """Tokens of a user's message and the opening of the answer, as ``encode_messages`` gives them."""
+        return self.encode_messages([{"role": "user", "content": message}])
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation and the opening of the next answer, by the model's chat template.
 
         The template writes its own BOS; none is added.
         """
@@ -58,14 +69,20 @@ class Tokenizer:
                 f"{self.folder} is a base model: it has no chat template; let it continue text instead (--no-chat), "
                 "or use an instruction-tuned model"
             )
+        if not messages:
+            raise InputError("the conversation is empty: give at least one message")
+        for index, message in enumerate(messages):
+            if not (isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+                raise InputError(f'message {index} is {message!r}, not {{"role": "user", "content": "..."}} of strings')
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program of the model's author
+            roles = ", ".join(message["role"] for message in messages)
             raise CheckpointError(
-                f"{self.folder}: the chat template refuses a user's message: {error}; let the model continue text "
-                "instead (--no-chat)"
+                f"{self.folder}: the chat template refuses messages of {roles}: {error}; send others, or let the model "
+                "continue text instead (--no-chat)"
             ) from error
         return self.encode(text)
 

@@ -61,8 +61,10 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert printed.split() == [futransformer.__version__, "False"]
 
 
-def test_the_package_offers_its_three_names() -> None:
+def test_the_package_offers_its_names() -> None:
     assert futransformer.Llama is Llama
+    assert futransformer.LLM.__module__ == "futransformer.llm"
+    assert futransformer.SamplingParams().temperature == 1
     assert futransformer.load_config("smollm2-135m").num_hidden_layers == 30
     assert futransformer.load_kernels.__module__ == "futransformer.library"
     with pytest.raises(AttributeError, match="has no attribute 'Lama'"):
@@ -144,7 +146,7 @@ def test_a_chat_template_that_fails_is_one_message(
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     message = failure(capsys, "run", folder, "--reference", "--prompt", "Hello")
-    assert f"{folder}: the chat template refuses a user's message: " in message
+    assert f"{folder}: the chat template refuses messages of user: " in message
     assert "--no-chat" in message
 
 
