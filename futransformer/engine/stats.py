@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
+
+LOOKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +26,22 @@ class EngineStats:
     evictions: int
     steps: int
     tokens_per_second: float  # generated, over the last 64 steps
+
+
+class Rate:
+    """Tokens a second over the last looks at a step's tokens."""
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        self._looks: deque[tuple[float, int]] = deque(maxlen=LOOKS)
+
+    def add(self, tokens: int) -> None:
+        """So many have come."""
+        self._looks.append((time.monotonic(), tokens))
+
+    def per_second(self) -> float:
+        """From the first of the last looks until now; 0 before two."""
+        if len(self._looks) < 2:
+            return 0.0
+        seconds = time.monotonic() - self._looks[0][0]
+        return (sum(tokens for _, tokens in self._looks) - self._looks[0][1]) / max(seconds, 1e-9)
