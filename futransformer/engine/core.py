@@ -105,7 +105,7 @@ class Engine:
         most = self.max_model_len
         if params.max_tokens is not None:
             most = min(most, len(tokens) + params.max_tokens)
-        seed = self._drawn_seed() if params.seed is None else params.seed
+        seed = _drawn(self._seed, self._arrivals) if params.seed is None else params.seed
         for index in range(params.n):
             stream = None
             if self.tokenizer is not None:
@@ -117,7 +117,7 @@ class Engine:
                     (self._arrivals, index),
                     most=most,
                     ends=ends,
-                    seed=(seed + index) % SEEDS,
+                    seed=_drawn(seed, index) if index else seed,
                     text=TextBuilder(stream, params.stop),
                 )
             )
@@ -314,7 +314,8 @@ class Engine:
             )
         return tokens
 
-    def _drawn_seed(self) -> int:
-        """A seed of 63 bits for the request that has just arrived."""
-        digest = blake2b(f"{self._seed}/{self._arrivals}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % SEEDS
+
+def _drawn(seed: int, count: int) -> int:
+    """The seed that is drawn from another one, ``count`` times on."""
+    digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEEDS

@@ -8,7 +8,7 @@ others. In this order:
 2. *read on*: chunks of sequences that have their pages and are not read to the end, oldest first.
 3. *admit*, oldest first and nobody past another: pages for all known tokens, those of complete pages that can be found
    already read, and a chunk. Who begins like somebody who is being read waits for those pages. Somebody is admitted
-   only if one page stays free for each sequence that decodes, so that whoever comes is not evicted at once.
+   only if a page stays free for each that runs already, so that whoever comes is not evicted at once.
 
 An evicted sequence keeps its tokens, waits in its place by arrival, and is read again. The oldest one is never evicted
 for another, so something always ends.
@@ -130,8 +130,7 @@ class Scheduler:
             if len(prefix) < len(keys) and self._is_coming(len(prefix), keys[len(prefix)]):
                 return False
         new = pages_for(target) - len(prefix)
-        spare = sum(not other.prefilling for other in self.running)
-        if new + self.pool.unheld(prefix) + spare > self.pool.free_pages:
+        if new + self.pool.unheld(prefix) + len(self.running) > self.pool.free_pages:
             return False
         self.pool.hold(prefix)
         taken = self.pool.take(new)
