@@ -137,7 +137,7 @@ class Chooser:
         pairs = [
             (row, token)
             for row, sequence in enumerate(sequences[index] for index in rows)
-            if sequence.generated + sequence.in_flight < sequence.request.params.min_tokens
+            if sequence.generated + sequence.in_flight < sequence.least
             for token in sequence.ends
         ]
         if pairs:
