@@ -132,10 +132,13 @@ def sample(logits: Tensor, rows: SamplingRows, *, log_probs: int | None = None) 
     ``log_probs`` asks for log-probabilities of the chosen token and of that many likeliest (0: of the chosen alone).
     """
     tokens = choose(logits, rows)
-    if log_probs is None:
-        return Sampled(tokens)
+    return Sampled(tokens) if log_probs is None else with_log_probs(logits, tokens, log_probs)
+
+
+def with_log_probs(logits: Tensor, tokens: Tensor, count: int) -> Sampled:
+    """Tokens int64 [B] that were chosen of these logits, with their log-probabilities and those of the likeliest."""
     of_all = torch.where(logits.isnan(), -torch.inf, logits.float()).log_softmax(1)
-    top, top_tokens = of_all.topk(min(log_probs, logits.shape[1]), 1)
+    top, top_tokens = of_all.topk(min(count, logits.shape[1]), 1)
     return Sampled(tokens, of_all.gather(1, tokens[:, None])[:, 0], top_tokens, top)
 
 
