@@ -47,7 +47,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        """Take the model's cache over; ``model.generate`` and the like find no free page from then on.
+        """Take the model's cache over, until ``close``: ``model.generate`` and the like find no free page meanwhile.
 
         ``max_num_seqs``: sequences that run at a time. ``max_model_len``: the most tokens of a sequence, prompt and
         text (default: what the model is made for, or the whole cache if that is less). ``max_num_batched_tokens``: rows
@@ -135,6 +135,13 @@ class Engine:
                 self._end(sequence)
         self._aborted += 1
         return True
+
+    def close(self) -> None:
+        """Give every request up, and the cache back to the model. Nothing may be asked of the engine afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._launched.clear()
+        self._scheduler.pool.close()
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything to do."""
