@@ -84,6 +84,7 @@ class Engine:
         self._seed = seed
         self._arrivals = 0
         self._rate = Rate()
+        self.waited = 0.0  # seconds of the last step that the host spent waiting for the device
         self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
 
     def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
@@ -153,7 +154,7 @@ class Engine:
         A request's own failure ends it alone. Any other exception leaves the engine unusable: ``abort`` what is left.
         """
         self._steps += 1
-        in_flight = bool(self._launched)
+        in_flight, self.waited = bool(self._launched), 0.0
         launched = self._launch()
         outputs: dict[str, RequestOutput] = {}
         while len(self._launched) > (self._ahead if launched else 0):
@@ -222,7 +223,9 @@ class Engine:
     # What comes back
 
     def _look_at(self, launched: Launched, outputs: dict[str, RequestOutput]) -> None:
+        begin = time.monotonic()
         tokens, now = launched.tokens(), time.monotonic()
+        self.waited += now - begin
         logprobs = self._logprobs(launched, tokens) if launched.rows else {}
         for row, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.finished:
