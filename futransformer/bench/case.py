@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from futransformer.bench.runner import Bench
 
 Regime = Literal["burst", "sustained", "steady"]
-Unit = Literal["TFLOP/s", "ms", "us", "s"]
+Unit = Literal["TFLOP/s", "ms", "us", "s", "GB"]
 Row = dict[str, Any]  # one row of a results file
 
 COMPUTE_BOUND: tuple[Regime, ...] = ("burst", "sustained")

@@ -42,6 +42,7 @@ TITLES = {
     "decode_block": "One layer of a decode step",
     "decode_step": "A whole decode step",
     "serve": "An engine under load",
+    "quantize": "Quantising a model",
     "load": "Loading kernels",
     "build": "Building kernels",
     "accuracy": "Accuracy on a real model",

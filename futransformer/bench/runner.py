@@ -25,6 +25,7 @@ from futransformer.bench.case import (
     Regime,
     RivalMissingError,
     Row,
+    Unit,
     ratio_to,
     told_beside,
 )
@@ -229,12 +230,12 @@ def make_row(
     return {**row, "beside": figures(beside)} if beside else row
 
 
-def host_row(name: str, timing: Timing, *, error: float) -> Row:
-    """One row of a host case: seconds; nothing may be wrong."""
+def host_row(name: str, timing: Timing, *, error: float, unit: Unit = "s") -> Row:
+    """One row of a host case: seconds, or what the unit says; nothing may be wrong."""
     return {
         "case": name,
         "ours": _figure(timing.median),
-        "unit": "s",
+        "unit": unit,
         "spread": [_figure(timing.p10), _figure(timing.p90)],
         "rivals": {},
         "ratio": None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """Add what the model computes in."""
-    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument(
+        "--precision",
+        help=f"one of: {PRECISION_NAMES} (default: what a folder of ours names, else bf16)",
+    )
     parser.add_argument(
         "--fp8-scales",
         choices=("frozen", "running"),
@@ -78,6 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
     tokenizer = Tokenizer(model_folder(args.model))
+    choose_precision(args, tokenizer.folder)
     chat = tokenizer.can_chat if args.chat is None else args.chat
     prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
     if not prompt:
@@ -112,6 +116,13 @@ def _run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
+
+
+def choose_precision(args: argparse.Namespace, folder: Path) -> None:
+    """Let the folder name the precision where --precision does not."""
+    from futransformer.quantize.description import named_precision  # noqa: PLC0415 - see futransformer.cli
+
+    args.precision = args.precision or named_precision(folder) or BF16.name
 
 
 def what_computed(model: Llama, precision: str) -> dict[str, str]:
