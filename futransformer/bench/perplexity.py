@@ -91,8 +91,8 @@ def through_phases(precision: Precision) -> tuple[Through, ...]:
     return phases or ("prefill", "decode")
 
 
-def case_name(model: str, precision: Precision, label: str, through: Through, windows: int) -> str:
-    """The row's name: what this phase reads, how that was made, and what the cache holds."""
+def case_of(model: str, precision: Precision, label: str, through: Through, windows: int) -> dict[str, str]:
+    """The row's name, and its parts: what this phase reads, how that was made, and what the cache holds."""
     cache = precision.copy.suffix[1:] if precision.copy is not None and through == "decode" else precision.kv.name
     read = precision.prefill if through == "prefill" else precision.decode
     weights = {E4M3: "fp8", BF16: "bf16"}.get(read) or precision.name.removesuffix(precision.suffix)
@@ -102,7 +102,8 @@ def case_name(model: str, precision: Precision, label: str, through: Through, wi
         weights = weights.removeprefix("fp8-")
         weights += "" if precision.head == BF16 else f"-head{precision.head.bits}"
     how = "none" if read == BF16 else label
-    return f"perplexity/{model}/{weights}-{how}-{cache}/through={through}/ctx={CONTEXT}/windows={windows}"
+    case = f"perplexity/{model}/{weights}-{how}-{cache}/through={through}/ctx={CONTEXT}/windows={windows}"
+    return {"case": case, "weights": weights, "label": how, "cache": cache}
 
 
 def described(folder: Path, through: Through) -> dict[str, Any]:
@@ -216,8 +217,8 @@ def rows(
             method = described(model, through)
             made = contenders(ours, model, origin, asked, through)
             row = measure(made, tokens, through, windows, rotated=any("rotation" in key for key in method))
-            row["case"] = case_name(name, asked, label or label_of(model, method), through, count)
-            measured.append(row | known | ({"method": method} if method else {}))
+            case = case_of(name, asked, label or label_of(model, method), through, count)
+            measured.append(row | case | known | ({"method": method} if method else {}))
     return measured
 
 

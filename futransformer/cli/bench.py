@@ -123,7 +123,8 @@ def _report(args: argparse.Namespace) -> int:
 
     card = results.default_folder()
     folder = args.output or (card if card.is_dir() else card.parent / "h200")
-    print(report.write(folder, Path("docs")))
+    for page in report.write(folder, Path("docs")):
+        print(page)
     return 0
 
 

@@ -138,8 +138,9 @@ def test_bf16_is_measured_through_both_phases(tiny_base_model: Path) -> None:
     ],
 )
 def test_names(precision: str, through: Any, named: str) -> None:
-    name = perplexity.case_name("m", get_precision(precision), "gptq", through, 7)
-    assert name == f"perplexity/m/{named}/through={through}/ctx={CONTEXT}/windows=7"
+    case = perplexity.case_of("m", get_precision(precision), "gptq", through, 7)
+    assert case["case"] == f"perplexity/m/{named}/through={through}/ctx={CONTEXT}/windows=7"
+    assert "-".join(case[part] for part in ("weights", "label", "cache")) == named
 
 
 def test_kernels_that_are_off_do_not_agree() -> None:
