@@ -5,8 +5,10 @@ The state of B sequences with room for W pages each stands at fixed addresses, s
 | tensor | type | shape | |
 | --- | --- | --- | --- |
 | tokens | int32 | [B] | what the next step reads; a step leaves its greedy choice here |
-| lengths | int32 | [B] | tokens in the cache; a step adds one |
-| block_table | int32 | [B, W] | as in docs/architecture.md |
+| lengths | int32 | [B] | tokens in the cache; a step adds one; -1: no sequence, the row is there to fill the shape |
+| block_table | int32 | [B, W] | as in docs/architecture.md; -1 where there is no sequence |
+
+A row of no sequence writes no K and V, for its slot is negative, and attends nothing, for its length becomes zero.
 
 A graph is captured when a step of the same shape runs for the second time: the first allocates the workspaces. Eager
 steps and replays launch the same kernels with the same arguments, so they give the same bits. Shapes are few: the
@@ -71,7 +73,7 @@ class DecodeStep:
         return graph, found
 
     def _run(self, pages: int, logits: bool) -> Tensor | None:
-        positions = self.lengths.clone()
+        positions = self.lengths.clamp(min=0)
         slots = token_slots(self.block_table, self.rows, positions)
         self.lengths += 1
         rows = DecodePass(positions, slots, self.block_table, self.lengths, pages * PAGE_SIZE)

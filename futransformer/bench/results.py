@@ -23,7 +23,7 @@ import torch
 import futransformer
 from futransformer.bench.case import Ceilings
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.quantize.folder import sha256_of
+from futransformer.quantize.description import sha256_of
 
 BF16 = "bf16"
 NUMBERS = re.compile(r"\[[-+.e\d,\s]+\]")

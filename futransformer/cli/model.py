@@ -196,8 +196,10 @@ def load(
     return model
 
 
-def read_text(path: Path | None, *, named: bool = False) -> tuple[str, str]:
-    """The name and the content of the text, exactly as it stands; ``named``: wikitext2 is its test split."""
+def read_text(path: Path | None, option: str = "--text", *, named: bool = False) -> tuple[str, str]:
+    """The name and the content of the text, exactly as it stands; ``option`` names it in errors; where
+    ``named`` is set, wikitext2 is its test split.
+    """
     if named and str(path) == WIKITEXT2 and not Path(WIKITEXT2).exists():
         return WIKITEXT2, read_wikitext2("test")
     if path is None:
@@ -205,11 +207,11 @@ def read_text(path: Path | None, *, named: bool = False) -> tuple[str, str]:
     try:
         return str(path), path.read_bytes().decode()
     except FileNotFoundError as error:
-        raise InputError(f"--text {path}: there is no such file") from error
+        raise InputError(f"{option} {path}: there is no such file") from error
     except OSError as error:
-        raise InputError(f"--text {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
+        raise InputError(f"{option} {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
+        raise InputError(f"{option} {path} is not UTF-8 text: {error}") from error
 
 
 def say(line: str) -> None:
