@@ -48,7 +48,7 @@ from futransformer.generator.precision import BF16, E4M3, Precision, get_precisi
 from futransformer.model import Llama
 from futransformer.ops.interface import Stream
 from futransformer.perplexity import Through, split_windows
-from futransformer.quantize.folder import DESCRIPTION_FILE, INT4_SECTION
+from futransformer.quantize.description import DESCRIPTION_FILE, INT4_SECTION
 from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
 from futransformer.weights import serving
@@ -190,7 +190,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Measure a folder on a text in several precisions.
 
-    ``kernels`` is a folder of exports, named BASELINE-PRECISION.
+    ``kernels`` is a folder of exports, named BASELINE-PRECISION, of BF16 BASELINE.
     """
     origin = baseline or model
     config, checkpoint = load_config(model), load_checkpoint(model, load_config(model))
@@ -210,7 +210,8 @@ def rows(
     measured = []
     for asked in map(get_precision, precisions):
         precision, _ = serving(checkpoint, asked)
-        folder = kernels / f"{name}-{precision.name}" if kernels else None
+        exported = name if precision.name == "bf16" else f"{name}-{precision.name}"
+        folder = kernels / exported if kernels else None
         options: dict[str, Any] = {"cache_tokens": ABREAST * (CONTEXT + 64), "precision": asked}
         ours = Llama.from_pretrained(model, kernels=folder, device="cuda", **options)
         for through in through_phases(asked):
