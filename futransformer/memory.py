@@ -91,6 +91,31 @@ def plan_memory(
     )
 
 
+def pages_that_fit(
+    config: LlamaConfig,
+    precision: Precision,
+    *,
+    rows: int,
+    bf16: Parts = frozenset(),
+    memory: tuple[int, int],
+    utilization: float,
+) -> int:
+    """Pages of a cache that fills ``utilization`` of a GPU, whose ``memory`` is (free, total) bytes, beside the model.
+
+    What is left is for logits, graphs and whatever the driver and others take.
+    """
+    plan, page = (plan_memory(config, precision, cache_tokens=n, rows=rows, bf16=bf16) for n in (0, PAGE_SIZE))
+    free, total = memory
+    pages = int(utilization * total - (total - free) - plan.total) // page.kv_cache
+    if pages < 1:
+        raise OutOfMemoryError(
+            f"{config.name} needs {plan} and a cache, but {utilization:.0%} of the GPU's memory are "
+            f"{gib(int(utilization * total))}, of which {gib(total - free)} are in use; use a smaller model, or more "
+            "memory (gpu_memory_utilization)"
+        )
+    return pages
+
+
 def part_weights(config: LlamaConfig) -> dict[Half, int]:
     """Weights of the two parts of a layer."""
     heads = config.heads

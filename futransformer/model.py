@@ -42,9 +42,9 @@ from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
+from futransformer.quantize.description import check_sums
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
 from futransformer.sampling import Sampling, SamplingRows
 from futransformer.weights import LlamaWeights, load_weights, serving
@@ -240,7 +240,6 @@ class Llama:
         self._forget_device_state()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    @torch.inference_mode()
     def _prefill_chunks(
         self, prompts: Sequence[Sequence[int]], chunks: Sequence[Chunk], rows: Literal["last", "all"]
     ) -> Tensor:
@@ -250,6 +249,14 @@ class Llama:
             prompt = prompts[chunk.index]
             ends = chunk.stop == len(prompt)
             rows_of_pass.add(self.sequences[chunk.index], prompt[chunk.start : chunk.stop], ends=ends)
+        return self.read(rows_of_pass, rows)
+
+    @torch.inference_mode()
+    def read(self, rows_of_pass: HostPass, rows: Literal["last", "all"] = "last") -> Tensor:
+        """Launch one pass over rows of any sequences that hold pages of the cache, those of the batch or others.
+
+        Float32 logits of the rows that end, [E, vocab_size], or of all.
+        """
         shape, device = rows_of_pass.shape, self.cache.device
         if self.ops.capturable and rows == "last" and shape.ends and shape.rows <= CAPTURED_ROWS:
             logits = self._short_passes.run(rows_of_pass).clone()
@@ -299,7 +306,7 @@ class Llama:
     def _decode(self, tokens: Tensor | Sequence[int], *, logits: bool) -> Tensor | None:
         """Append one token to every sequence; logits, if asked for, that the next step overwrites."""
         if not isinstance(tokens, Tensor) or tokens.device.type == "cpu":
-            tokens = upload(self._token_ids("decode", tokens), torch.int32, self.cache.device)
+            tokens = upload(self.token_ids("decode", tokens), torch.int32, self.cache.device)
         elif tokens.dtype not in (torch.int32, torch.int64):
             raise InputError(f"decode takes tokens as int32 or int64, not as {tokens.dtype}")
         if not self.sequences:
@@ -374,7 +381,7 @@ class Llama:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         checked = self._check_prompts(prompts)
         ends = frozenset(
-            self.config.eos_token_ids if eos_token_ids is None else self._token_ids("eos_token_ids", eos_token_ids)
+            self.config.eos_token_ids if eos_token_ids is None else self.token_ids("eos_token_ids", eos_token_ids)
         )
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(checked)
@@ -429,14 +436,14 @@ class Llama:
             raise InputError(f"prompts are lists of token ids, one a sequence, not {prompts!r}") from None
         if not listed:
             raise InputError("the batch is empty: give at least one prompt")
-        checked = [self._token_ids(f"prompt {index}", prompt) for index, prompt in enumerate(listed)]
+        checked = [self.token_ids(f"prompt {index}", prompt) for index, prompt in enumerate(listed)]
         if [] in checked:
             raise InputError(
                 f"prompt {checked.index([])} is empty: give at least one token (the model's BOS, for example)"
             )
         return checked
 
-    def _token_ids(self, where: str, tokens: Tensor | Iterable[int]) -> list[int]:
+    def token_ids(self, where: str, tokens: Tensor | Iterable[int]) -> list[int]:
         """Return integers within the vocabulary; a float is refused, not rounded."""
         values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # of a tensor or an array
         try:
@@ -458,10 +465,15 @@ class Llama:
 def check_numbers(name: str, logits: Tensor) -> None:
     """Refuse to go on from logits that are not numbers: what was chosen by them would look like an answer."""
     if logits.isnan().any():
-        raise CheckpointError(
-            f"{name} gives logits that are not numbers: its weights hold NaN or infinities, or its activations leave "
-            "the range of BF16; fetch the checkpoint again, and compare with another implementation"
-        )
+        raise not_a_number(name)
+
+
+def not_a_number(name: str) -> CheckpointError:
+    """What to say of a model that gives such logits."""
+    return CheckpointError(
+        f"{name} gives logits that are not numbers: its weights hold NaN or infinities, or its activations leave "
+        "the range of BF16; fetch the checkpoint again, and compare with another implementation"
+    )
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

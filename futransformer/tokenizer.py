@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from futransformer.generator.errors import CheckpointError, InputError
+
+CONTEXT = 8  # tokens before a text that are decoded with it: no character or word of a tokenizer is longer
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str  # "system", "user" or "assistant", where the model's template knows it
+    content: str
 
 
 class Tokenizer:
@@ -26,6 +35,17 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise CheckpointError(f"{self.folder}: the tokenizer cannot be read: {error}") from error
+
+    @property
+    def backend(self) -> Any:
+        """The ``tokenizers.Tokenizer`` behind it, which decodes token by token."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise CheckpointError(
+                f"{self.folder}: {type(self._tokenizer).__name__} has no fast form, which text token by token needs; "
+                "write a tokenizer.json with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        return backend
 
     def encode(self, text: str) -> list[int]:
         """Tokens of the text as it stands; nothing is added."""
@@ -49,7 +69,11 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode_chat(self, message: str) -> list[int]:
-        """Tokens of a user's message and the opening of the answer, by the model's chat template.
+        """Tokens of a user's message and the opening of the answer, as ``encode_messages`` gives them."""
+        return self.encode_messages([{"role": "user", "content": message}])
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation and the opening of the next answer, by the model's chat template.
 
         The template writes its own BOS; none is added.
         """
@@ -58,14 +82,20 @@ class Tokenizer:
                 f"{self.folder} is a base model: it has no chat template; let it continue text instead (--no-chat), "
                 "or use an instruction-tuned model"
             )
+        if not messages:
+            raise InputError("the conversation is empty: give at least one message")
+        for index, message in enumerate(messages):
+            if not (isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))):
+                raise InputError(f'message {index} is {message!r}, not {{"role": "user", "content": "..."}} of strings')
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program of the model's author
+            roles = ", ".join(message["role"] for message in messages)
             raise CheckpointError(
-                f"{self.folder}: the chat template refuses a user's message: {error}; let the model continue text "
-                "instead (--no-chat)"
+                f"{self.folder}: the chat template refuses messages of {roles}: {error}; send others, or let the model "
+                "continue text instead (--no-chat)"
             ) from error
         return self.encode(text)
 
@@ -74,29 +104,53 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    def decode_token(self, token: int) -> str:
+        """Text of one token by itself, a special one's too."""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
 
 class TextStream:
-    """Turns a growing list of tokens into pieces of text that never split a character."""
+    """Turns a growing list of tokens into pieces of text that never split a character.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start with no tokens."""
+    A token costs the same however long the text is. After ``context``, tokens that came before (a prompt's last ones),
+    the text begins as it does behind them: tokenizers that drop the space at the beginning of a text keep it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """Start with no tokens; special ones have no text, unless ``skip_special_tokens`` is False."""
         self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
+        self._skip = skip_special_tokens
+        self._stream = self._begin(list(context[-CONTEXT:]))
         self._tokens: list[int] = []
-        self._shown = ""
+        self._open: list[int] = []  # tokens since the last piece
+
+    def _begin(self, context: list[int]) -> Any:
+        from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - see Tokenizer
+
+        return DecodeStream(context, skip_special_tokens=self._skip)
 
     def add(self, token: int) -> str:
         """Return the text that this token completes; empty inside a character of several tokens."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        try:
+            piece: str | None = self._stream.step(self._backend, token)
+        except Exception:  # what was shown is no beginning of what its tokens give with this one: go on behind it
+            self._stream = self._begin([])
+            piece = self._stream.step(self._backend, token)
+        if piece is None:
+            self._open.append(token)
             return ""
-        piece, self._shown = text[len(self._shown) :], text
+        if self._open:
+            self._open.clear()
         return piece
 
     def rest(self) -> str:
         """Return what ``add`` has held back, at the end: a character that was never completed."""
-        piece, self._shown = self.text[len(self._shown) :], self.text
-        return piece
+        text: str = self._backend.decode(self._open, skip_special_tokens=self._skip)
+        self._open.clear()
+        return text
 
     @property
     def text(self) -> str:

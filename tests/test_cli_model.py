@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import futransformer
 from futransformer import small_model as small_model_module
@@ -61,8 +62,10 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert printed.split() == [futransformer.__version__, "False"]
 
 
-def test_the_package_offers_its_three_names() -> None:
+def test_the_package_offers_its_names() -> None:
     assert futransformer.Llama is Llama
+    assert futransformer.LLM.__module__ == "futransformer.llm"
+    assert futransformer.SamplingParams().temperature == 1
     assert futransformer.load_config("smollm2-135m").num_hidden_layers == 30
     assert futransformer.load_kernels.__module__ == "futransformer.library"
     with pytest.raises(AttributeError, match="has no attribute 'Lama'"):
@@ -144,7 +147,7 @@ def test_a_chat_template_that_fails_is_one_message(
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     message = failure(capsys, "run", folder, "--reference", "--prompt", "Hello")
-    assert f"{folder}: the chat template refuses a user's message: " in message
+    assert f"{folder}: the chat template refuses messages of user: " in message
     assert "--no-chat" in message
 
 
@@ -164,6 +167,30 @@ def test_a_text_that_ends_inside_a_character_is_given_to_its_end(tiny_base_model
     assert [stream.add(token) for token in tokenizer.encode("a€")[:-1]] == ["a", "", ""]
     assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
     assert stream.rest() == ""
+
+
+def test_a_stream_in_pieces_is_the_text_of_all_tokens(tiny_base_model: Path) -> None:
+    """Of any bytes, characters cut anywhere; a piece that was given is never taken back."""
+    tokenizer = Tokenizer(tiny_base_model)
+    generator = np.random.default_rng(5)
+    for _ in range(30):
+        tokens = generator.integers(0, 258, 40).tolist()
+        stream = TextStream(tokenizer)
+        assert "".join(stream.add(token) for token in tokens) + stream.rest() == tokenizer.decode(tokens)
+
+
+def test_a_stream_goes_on_from_what_stands_before_it(tiny_base_model: Path) -> None:
+    """A tokenizer whose words begin with a space drops that of a text's first word."""
+    tokenizer = Tokenizer(tiny_base_model)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "▁a": 1, "▁b": 2}, "<s>"))
+    words.add_special_tokens(["<s>"])
+    words.decoder = tokenizers.decoders.Metaspace()
+    tokenizer._tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    for context, text in (((), "a b"), ((0,), "a b"), ((0, 2), " a b")):
+        stream = TextStream(tokenizer, context=context)
+        assert "".join(stream.add(token) for token in (1, 2)) + stream.rest() == text, context
+    stream = TextStream(tokenizer, context=[0, 2], skip_special_tokens=False)
+    assert [stream.add(token) for token in (1, 0)] == [" a", "<s>"]
 
 
 # perplexity

@@ -42,6 +42,7 @@ TITLES = {
     "decode_block": "One layer of a decode step",
     "decode_step": "A whole decode step",
     "decode_host": "What a token costs the host",
+    "serve": "An engine under load",
     "load": "Loading kernels",
     "build": "Building kernels",
     "accuracy": "Accuracy on a real model",

@@ -14,7 +14,7 @@ from futransformer.driver import LaunchChain, hopper_problem
 from futransformer.generator.config import load_config
 from futransformer.kv_cache import KVCache, page_bucket
 from futransformer.model import Llama
-from futransformer.reference import ReferenceOps
+from futransformer.reference import ReferenceOps, largest_error
 
 START = (5, 1, 64)  # lengths before the first step: page boundaries fall on different steps
 
@@ -48,13 +48,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     return captured
 
 
-def begin(folder: Path, *, capturable: bool) -> Llama:
+def begin(folder: Path, *, capturable: bool, dtype: torch.dtype = torch.bfloat16) -> Llama:
     config = load_config(folder)
-    ops = ReferenceOps(config)
+    ops = ReferenceOps(config, dtype=dtype)
     ops.capturable = capturable
     model = Llama.from_pretrained(folder, ops=ops, cache_tokens=64 * 40)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
-    model = Llama(config, ops, model.weights, KVCache(config, 40, page_order=order))
+    model = Llama(config, ops, model.weights, KVCache(config, 40, page_order=order, dtype=dtype))
     model.cache.pool.fill_(torch.nan)
     model.prefill([[7] * length for length in START])
     return model
@@ -131,6 +131,25 @@ def test_pages_are_reserved_ahead_while_there_are_some(tiny_base_model: Path) ->
     assert [len(sequence.pages) for sequence in tight.sequences] == [1, 1, 2]
     for _ in range(58):  # to the end of the first one's page
         tight.decode([1, 2, 3])
+
+
+def test_a_row_of_no_sequence_changes_nothing(tiny_base_model: Path) -> None:
+    plain, padded = (begin(tiny_base_model, capturable=False, dtype=torch.float32) for _ in range(2))
+    expected = plain.decode([1, 2, 3])
+    padded.reserve([1] * 3)
+    before = padded.cache.pool.clone()
+    step = padded.decode_step(4, 3)
+    step.lengths.copy_(torch.tensor([*START, -1]))
+    step.block_table.fill_(-1)
+    step.block_table[:3, :2] = padded.cache.block_table(padded.sequences, 2)
+    step.tokens.copy_(torch.tensor([1, 2, 3, 0]))
+    with torch.inference_mode():
+        logits = step.run(65, logits=True)
+    assert logits is not None
+    noise = 2e-5 * expected.abs().max().item()  # four rows are multiplied in another order than three
+    assert largest_error(logits[:3], expected) <= noise
+    written = (padded.cache.pool != before) & ~(padded.cache.pool.isnan() & before.isnan())
+    assert written[0, 0, :, 0].any(2).sum() == 3, "as many slots are written as there are sequences"
 
 
 @pytest.mark.parametrize(

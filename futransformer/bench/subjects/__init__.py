@@ -20,6 +20,7 @@ SUBJECTS: tuple[str, ...] = (
     "decode_block",
     "decode_step",
     "decode_host",
+    "serve",
     "load",
     "build",
 )

@@ -1,0 +1,331 @@
+"""The engine: requests come and go between steps, and every step advances all that are running.
+
+One thread makes an engine and calls it; nothing here is asynchronous. On a GPU the host is a step behind: while the
+device computes a step, it decodes the text of the one before and decides the next. A sequence whose text has ended
+may so be computed once more, for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from futransformer.engine.chooser import NOT_A_NUMBER
+from futransformer.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from futransformer.engine.pages import PagePool
+from futransformer.engine.params import SEEDS, SamplingParams
+from futransformer.engine.runner import Launched, Runner
+from futransformer.engine.scheduler import Scheduler
+from futransformer.engine.sequence import EngineSequence, Request
+from futransformer.engine.stats import EngineStats, Rate
+from futransformer.engine.text import TextBuilder
+from futransformer.generator.errors import FuTransformerError, InputError
+from futransformer.generator.specs import PAGE_SIZE
+from futransformer.model import Llama, not_a_number
+from futransformer.tokenizer import TextStream, Tokenizer
+
+
+class Engine:
+    """Continuous batching over one model and its cache."""
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer | None,
+        *,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Take the model's cache over, until ``close``: ``model.generate`` and the like find no free page meanwhile.
+
+        ``max_num_seqs``: sequences that run at a time. ``max_model_len``: the most tokens of a sequence, prompt and
+        text (default: what the model is made for, or the whole cache if that is less). ``max_num_batched_tokens``: rows
+        of prompts that a step reads. ``seed``: requests without one draw theirs from it, by arrival. Without a
+        tokenizer prompts are token ids, texts stay empty, and stop strings are refused.
+        """
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value < 1:
+                raise InputError(f"{name} must be at least 1, not {value}")
+        if model.scaling is not None and model.scaling.mode != "frozen":
+            raise InputError(
+                f"an engine needs frozen FP8 scales: by {model.scaling.mode} ones a text would depend on what was read "
+                "before it"
+            )
+        model.keep([])
+        self.model = model
+        self.tokenizer = tokenizer
+        pool = PagePool(model.cache, keep=enable_prefix_caching)
+        longest = min(model.config.max_position_embeddings, model.cache.capacity)
+        self.max_model_len = longest if max_model_len is None else max_model_len
+        if not 2 <= self.max_model_len <= longest:
+            raise InputError(
+                f"max_model_len must be 2 .. {longest}, not {max_model_len}: {model.config.name} is made for "
+                f"{model.config.max_position_embeddings} tokens (max_position_embeddings), and the cache holds "
+                f"{model.cache.capacity}; use a larger cache for more"
+            )
+        self._scheduler = Scheduler(
+            pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=min(max_num_batched_tokens, model.max_rows)
+        )
+        self._runner = Runner(model, max_num_seqs, self.max_model_len)
+        self._ahead = 1 if model.cache.device.type == "cuda" else 0  # steps that are launched before one is looked at
+        self._launched: deque[list[Launched]] = deque()
+        self._requests: dict[str, Request] = {}
+        self._seed = seed
+        self._arrivals = 0
+        self._rate = Rate()
+        self.waited = 0.0  # seconds of the last step that the host spent waiting for the device
+        self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
+
+    def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
+        """Queue a request. InputError, and nothing has changed: an id in use, a prompt that is empty, no text of this
+        tokenizer or longer than ``max_model_len`` allows, or parameters that this engine cannot serve.
+        """
+        params = SamplingParams() if params is None else params
+        if request_id in self._requests:
+            raise InputError(f"request {request_id!r} is not finished: give another an id of its own")
+        tokens = self._prompt_tokens_of(prompt)
+        if self.tokenizer is None and params.stop:
+            raise InputError("stop strings need a tokenizer: give the engine one, or stop_token_ids")
+        ends = frozenset(self.model.token_ids("stop_token_ids", params.stop_token_ids))
+        if not params.ignore_eos:
+            ends |= frozenset(self.model.config.eos_token_ids)
+        text = prompt if isinstance(prompt, str) else None
+        request = Request(request_id, text, tokens, params, RequestMetrics(time.monotonic()))
+        self._arrivals += 1
+        most = self.max_model_len
+        if params.max_tokens is not None:
+            most = min(most, len(tokens) + params.max_tokens)
+        seed = _drawn(self._seed, self._arrivals) if params.seed is None else params.seed
+        for index in range(params.n):
+            stream = None
+            if self.tokenizer is not None:
+                stream = TextStream(self.tokenizer, context=tokens, skip_special_tokens=params.skip_special_tokens)
+            request.sequences.append(
+                EngineSequence(
+                    request,
+                    index,
+                    (self._arrivals, index),
+                    most=most,
+                    ends=ends,
+                    seed=_drawn(seed, index) if index else seed,
+                    text=TextBuilder(stream, params.stop),
+                )
+            )
+        self._requests[request_id] = request
+        self._prompt_tokens += len(tokens)
+        self._scheduler.add(request.sequences[0])  # the others wait until its pages can be shared
+
+    def abort(self, request_id: str) -> bool:
+        """Give a request up: its pages are free again, nothing more of it comes out of ``step``. False: unknown."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._end(sequence)
+        self._aborted += 1
+        return True
+
+    def close(self) -> None:
+        """Give every request up, and the cache back to the model. Nothing may be asked of the engine afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._launched.clear()
+        self._scheduler.pool.close()
+
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance: deltas of the requests that did, those that finished or failed (``error``) for the last time.
+
+        A request's own failure ends it alone. Any other exception leaves the engine unusable: ``abort`` what is left.
+        """
+        self._steps += 1
+        in_flight, self.waited = bool(self._launched), 0.0
+        launched = self._launch()
+        outputs: dict[str, RequestOutput] = {}
+        while len(self._launched) > (self._ahead if launched else 0):
+            for each in self._launched.popleft():
+                self._look_at(each, outputs)
+        assert launched or in_flight or not self._requests, "nothing to do for unfinished requests"
+        return list(outputs.values())
+
+    def stats(self) -> EngineStats:
+        """What is running, and what has been done."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=sum(not each.finished for r in self._requests.values() for each in r.sequences)
+            - len(scheduler.running),
+            num_pages=scheduler.pool.num_pages,
+            free_pages=scheduler.pool.free_pages,
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._read_tokens,
+            prefix_hit_tokens=scheduler.hit_tokens,
+            generated_tokens=self._generated,
+            finished_requests=self._finished,
+            aborted_requests=self._aborted,
+            evictions=scheduler.evictions,
+            steps=self._steps,
+            tokens_per_second=self._rate.per_second(),
+        )
+
+    # What a step launches
+
+    def _launch(self) -> bool:
+        """Launch what the scheduler decides; whether there is anything."""
+        schedule = self._scheduler.schedule()
+        for sequence in schedule.admitted:
+            self._runner.begin(sequence)
+            metrics = sequence.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
+                metrics.cached_tokens = sequence.cached.length
+        for sequence in schedule.grown:
+            self._runner.grow(sequence)
+        launched = []
+        if schedule.decode:
+            launched.append(self._runner.decode(schedule.decode))
+        if schedule.read:
+            read = self._runner.read(schedule.read)
+            if read is not None:
+                launched.append(read)
+            for sequence, start, stop in schedule.read:
+                self._read_tokens += stop - start
+                self._scheduler.share(sequence)
+                if sequence.index == 0 and not sequence.prefilling:
+                    self._add_siblings(sequence.request)
+        if schedule.decode or schedule.read:
+            self._launched.append(launched)
+            return True
+        return False
+
+    def _add_siblings(self, request: Request) -> None:
+        """Queue the other texts of a prompt that has been read, unless they are."""
+        if not request.siblings_queued:
+            request.siblings_queued = True
+            for sequence in request.sequences[1:]:
+                self._scheduler.add(sequence)
+
+    # What comes back
+
+    def _look_at(self, launched: Launched, outputs: dict[str, RequestOutput]) -> None:
+        begin = time.monotonic()
+        tokens, now = launched.tokens(), time.monotonic()
+        self.waited += now - begin
+        logprobs = self._logprobs(launched, tokens) if launched.rows else {}
+        for row, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
+            if sequence.finished:
+                continue  # before this token was known
+            sequence.in_flight -= 1
+            request = sequence.request
+            output = outputs.get(request.request_id)
+            if output is None:
+                output = outputs[request.request_id] = request.output()
+                if request.metrics.first_token_time is None:
+                    request.metrics.first_token_time = now
+            if token == NOT_A_NUMBER:
+                self._fail(request, output, not_a_number(self.model.config.name))
+                continue
+            delta = self._advance(sequence, token)
+            if request.params.logprobs is not None:
+                delta.logprobs = [logprobs[row]]
+            output.outputs.append(delta)
+            if delta.finish_reason is not None and request.unfinished == 0:
+                output.finished = True
+                request.metrics.finished_time = now
+                self._finished += 1
+                del self._requests[request.request_id]
+        self._rate.add(len(tokens))
+
+    def _advance(self, sequence: EngineSequence, token: int) -> CompletionOutput:
+        """Append a token: what is new of the text, and whether it ends."""
+        sequence.tokens.append(token)
+        self._generated += 1
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        text = ""
+        builder = sequence.text
+        if token in sequence.ends:
+            reason = "stop"
+            stop_reason = token if token in sequence.request.params.stop_token_ids else None
+        else:
+            text = builder.add(token, look_for_stop=not sequence.least or sequence.generated >= sequence.least)
+            if builder.stopped_by is not None:
+                reason, stop_reason = "stop", builder.stopped_by
+            elif len(sequence.tokens) >= sequence.most:
+                reason = "length"
+        if reason is not None:
+            text += builder.rest()
+            self._scheduler.share(sequence)
+            self._end(sequence)
+        elif len(sequence.tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
+            self._scheduler.share(sequence)
+        return CompletionOutput(sequence.index, text, [token], None, reason, stop_reason)
+
+    def _end(self, sequence: EngineSequence) -> None:
+        """Take a sequence out; what is in flight of it is not looked at."""
+        sequence.finished = True
+        sequence.request.unfinished -= 1
+        if sequence.index == 0 or sequence.request.siblings_queued:
+            self._scheduler.remove(sequence)
+
+    def _fail(self, request: Request, output: RequestOutput, error: FuTransformerError) -> None:
+        output.error, output.finished = error, True
+        request.metrics.finished_time = time.monotonic()
+        self.abort(request.request_id)
+
+    def _logprobs(self, launched: Launched, tokens: list[int]) -> dict[int, dict[int, Logprob]]:
+        """Of the rows that asked: the chosen token's, and those of the likeliest."""
+        found = launched.alternatives()
+        if found is None:
+            return {}
+        decode = (lambda _: "") if self.tokenizer is None else self.tokenizer.decode_token
+        chosen, ranks, top_tokens, top = (tensor.tolist() for tensor in found)
+        logprobs = {}
+        for place, row in enumerate(launched.rows):
+            count = launched.sequences[row].request.params.logprobs
+            if count is None:
+                continue
+            each = {tokens[row]: Logprob(chosen[place], ranks[place], decode(tokens[row]))}
+            for rank, (token, logprob) in enumerate(zip(top_tokens[place][:count], top[place], strict=False), 1):
+                each.setdefault(token, Logprob(logprob, rank, decode(token)))
+            logprobs[row] = each
+        return logprobs
+
+    # Requests
+
+    def _prompt_tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("a prompt of text needs a tokenizer: give the engine one, or token ids")
+            tokens = self.tokenizer.encode_prompt(prompt)
+        else:
+            tokens = self.model.token_ids("prompt", prompt)
+        if not tokens:
+            raise InputError("the prompt is empty: give at least one token (the model's BOS, for example)")
+        if len(tokens) >= self.max_model_len:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens, and this engine serves {self.max_model_len} with the first new "
+                f"one (max_model_len; the cache holds {self.model.cache.capacity}): shorten it, or use a larger cache"
+            )
+        return tokens
+
+
+def _drawn(seed: int, count: int) -> int:
+    """The seed that is drawn from another one, ``count`` times on."""
+    digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEEDS
