@@ -155,6 +155,9 @@ def run_cases(
 def run_host_case(case: HostCase, bench: Bench, outcome: Outcome, say: Say) -> None:
     """Append the rows that passed their own check."""
     for row in case.measure(bench):
+        for note in row.pop("notes", []):
+            outcome.notes.append(f"{row['case']}: {note}")
+            say(outcome.notes[-1])
         if row["error"] > row["tolerance"]:
             outcome.failed = True
             outcome.notes.append(f"{row['case']}: its check failed: {row['error']:g} things were not as they must be")
