@@ -40,10 +40,12 @@ from futransformer.ops.interface import (
 )
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, ArgmaxParts, GatherRows
+from futransformer.ops.sampling import Sample
 from futransformer.ops.validate import check_phase
 from futransformer.packing import pack_decode, pack_e4m3, pack_int4, pack_prefill, pack_scale
 from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
+from futransformer.sampling import SamplingRows
 from futransformer.tables import exported_table, schedule_table
 
 # By what a kernel reads, what is packed to that.
@@ -103,6 +105,7 @@ class KernelLibrary:
         self._attention_decode = AttentionDecode(kernel(plan.attention_decode), pages_per_split=pages_per_split)
         self._argmax = Argmax(kernel(plan.argmax))
         self._argmax_parts = ArgmaxParts(kernel(plan.argmax_parts))
+        self._sample = Sample(kernel(plan.sample))
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -306,6 +309,10 @@ class KernelLibrary:
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See Ops.argmax."""
         return self._argmax(logits, out)
+
+    def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+        """See Ops.sample."""
+        return self._sample(logits, rows, out)
 
 
 def load_kernels(

@@ -30,6 +30,7 @@ from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.kv_packing import store_tokens, unpack_pages
 from futransformer.ops.interface import DecodeWeight, Fp8Output, NextTokens, Phase, Projection, Stream
 from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
+from futransformer.sampling import SamplingRows, choose, mark_seen
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -252,6 +253,13 @@ class ReferenceOps:
         """See Ops.argmax. NaN never wins over a number."""
         largest = logits.masked_fill(logits.isnan(), -torch.inf).amax(1, keepdim=True)
         chosen = (logits == largest).int().argmax(1).int()
+        return chosen if out is None else out.copy_(chosen)
+
+    def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+        """See Ops.sample."""
+        chosen = choose(logits, rows).int()
+        if rows.seen is not None:
+            mark_seen(rows.seen, chosen)
         return chosen if out is None else out.copy_(chosen)
 
     def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -15,10 +15,10 @@ Equal logits stay or go together. NaN is never chosen while there is a number; a
 greedy one does.
 
 **The same choice everywhere.** Every step is specified to the bit, so that CPU, GPU and the generated kernel
-(sampling.cuh) choose the same token of the same logits: single float32 multiplications and additions, each rounded,
-probabilities as integers (``masses``), whose sums have no order, and noise by counting (``philox``), not by drawing. A
-row's choice depends on its own logits, settings, seed and position alone: neither on its place in a batch nor on
-what else is in it, nor on what was drawn before.
+(sampling.cuh) choose the same token of the same logits: single float32 multiplications and additions, each rounded;
+log-probabilities in fixed point (``steps_below``), probabilities as integers (``masses``), whose sums have no order;
+and noise by counting (``philox``), not by drawing. A row's choice depends on its own logits, settings, seed and
+position alone: neither on its place in a batch nor on what else is in it, nor on what was drawn before.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from torch import Tensor
 from futransformer.generator.errors import InputError
 
 LOG2_E = 1.44269504088896341
+STEPS = 1 << 18  # in which log2 of a probability is counted: float32 has as many between two halves of a logit of 16
+OUT_OF_REACH = (1 << 24) - 1  # steps below the likeliest from which no noise lifts a token above that
 MASS_BITS = 30  # the likeliest token's mass is 2^30, so that a vocabulary's sum fits float64 exactly
 EXP2 = (
     0.693151295,
@@ -130,10 +132,13 @@ def sample(logits: Tensor, rows: SamplingRows, *, log_probs: int | None = None) 
     ``log_probs`` asks for log-probabilities of the chosen token and of that many likeliest (0: of the chosen alone).
     """
     tokens = choose(logits, rows)
-    if log_probs is None:
-        return Sampled(tokens)
+    return Sampled(tokens) if log_probs is None else with_log_probs(logits, tokens, log_probs)
+
+
+def with_log_probs(logits: Tensor, tokens: Tensor, count: int) -> Sampled:
+    """Tokens int64 [B] that were chosen of these logits, with their log-probabilities and those of the likeliest."""
     of_all = torch.where(logits.isnan(), -torch.inf, logits.float()).log_softmax(1)
-    top, top_tokens = of_all.topk(min(log_probs, logits.shape[1]), 1)
+    top, top_tokens = of_all.topk(min(count, logits.shape[1]), 1)
     return Sampled(tokens, of_all.gather(1, tokens[:, None])[:, 0], top_tokens, top)
 
 
@@ -142,15 +147,15 @@ def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
     penalised = penalise(logits, rows)
     largest = torch.where(penalised.isnan(), -torch.inf, penalised).amax(1, keepdim=True)
     greedy = lowest_of_largest(penalised, largest)
-    scores = scaled(penalised, largest, rows.temperature)
-    mass = masses(scores)
-    inside = scores >= least_score(scores, mass, rows)[:, None]
+    steps = steps_below(penalised, largest, rows.temperature)
+    mass = masses(steps)
+    inside = steps <= most_steps(steps, mass, rows)[:, None]
     inside &= mass.double() >= (rows.min_p.double() * 2.0**MASS_BITS)[:, None]
-    drawn = scores + gumbel(rows.seed, rows.position, logits.shape[1])
-    drawn = torch.where(inside, drawn, -torch.inf)
-    drawn_token = lowest_of_largest(drawn, drawn.amax(1, keepdim=True))
+    noisy = steps.float() * -(1 / STEPS) + gumbel(rows.seed, rows.position, logits.shape[1])
+    noisy = torch.where(inside, noisy, -torch.inf)
+    drawn = lowest_of_largest(noisy, noisy.amax(1, keepdim=True))
     certain = (rows.temperature == 0) | (largest[:, 0] == -torch.inf)
-    return torch.where(certain, greedy, drawn_token)
+    return torch.where(certain, greedy, drawn)
 
 
 def penalise(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -168,19 +173,21 @@ def lowest_of_largest(values: Tensor, largest: Tensor) -> Tensor:
     return (values == largest).int().argmax(1)
 
 
-def scaled(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """log2 of each token's probability over the likeliest's: 0 for that, -inf for NaN, else negative; any at T = 0."""
+def steps_below(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """How far log2 of each token's probability lies below the likeliest's, rounded down to whole STEPS: int64.
+
+    OUT_OF_REACH for what is farther, and for NaN; anything at T = 0.
+    """
     factor = torch.full_like(temperature, LOG2_E) / temperature
-    scores = torch.where(logits == largest, 0.0, (logits - largest) * factor[:, None])
-    return torch.where(scores.isnan(), -torch.inf, scores)
+    steps = torch.where(logits == largest, 0.0, (logits - largest) * factor[:, None]) * -STEPS
+    return torch.where(steps < OUT_OF_REACH, steps, OUT_OF_REACH).long()
 
 
-def masses(scores: Tensor) -> Tensor:
-    """2^score in units of 2^-MASS_BITS, rounded down: int64."""
-    whole = scores.floor()
-    power = exp2_of(scores - whole)
-    shift = whole.neg().clamp(max=63).nan_to_num(63)
-    return (power.nan_to_num(0) * 2.0**MASS_BITS).long() >> shift.long()
+def masses(steps: Tensor) -> Tensor:
+    """2^-(steps / STEPS) in units of 2^-MASS_BITS, rounded down: int64."""
+    halvings = (steps + STEPS - 1) // STEPS
+    power = exp2_of((halvings * STEPS - steps).float() * (1 / STEPS))
+    return (power * 2.0**MASS_BITS).long() >> halvings.clamp(max=63)
 
 
 def exp2_of(fraction: Tensor) -> Tensor:
@@ -207,19 +214,18 @@ def log2_of(values: Tensor) -> Tensor:
     return log2_of_one_plus(mantissa - 1) + exponent.float()
 
 
-def least_score(scores: Tensor, mass: Tensor, rows: SamplingRows) -> Tensor:
-    """The lowest score that top-k, and then top-p, leave in; float32 [B], -inf where both are off."""
-    ordered, order = scores.sort(dim=1, descending=True, stable=True)
-    vocab_size = scores.shape[1]
+def most_steps(steps: Tensor, mass: Tensor, rows: SamplingRows) -> Tensor:
+    """The most steps below the likeliest that top-k, and then top-p, leave in; int64 [B], below OUT_OF_REACH."""
+    ordered, order = steps.sort(dim=1)
+    vocab_size = steps.shape[1]
     last = torch.where(rows.top_k >= 1, rows.top_k.clamp(max=vocab_size), vocab_size).long() - 1
     of_k = ordered.gather(1, last[:, None])
     running = mass.gather(1, order).cumsum(1).double()
-    held = torch.where(ordered >= of_k, running, 0).amax(1)  # by what top-k leaves
+    held = torch.where(ordered <= of_k, running, 0).amax(1)  # by what top-k leaves
     enough = running >= (held * rows.top_p.double())[:, None]
     of_p = ordered.gather(1, enough.int().argmax(1, keepdim=True))
-    of_p = torch.where(rows.top_p[:, None] < 1, of_p, -torch.inf)
-    of_k = torch.where(rows.top_k[:, None] >= 1, of_k, -torch.inf)
-    return torch.maximum(of_k, of_p)[:, 0]
+    most = torch.where(rows.top_p[:, None] < 1, of_p, of_k)
+    return most.clamp(max=OUT_OF_REACH - 1)[:, 0]
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:

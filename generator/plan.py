@@ -27,6 +27,7 @@ from .specs import (
     GemmSpec,
     Heads,
     KernelSpec,
+    SampleSpec,
 )
 
 
@@ -41,6 +42,7 @@ class Plan:
     attention_decode: AttentionDecodeSpec
     argmax: ArgmaxSpec
     argmax_parts: ArgmaxPartsSpec
+    sample: SampleSpec
     # of an FP8 prefill, for the parts of layers that stay in BF16
     prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
     attention_prefill_bf16: AttentionPrefillSpec | None = None
@@ -55,6 +57,7 @@ class Plan:
             self.attention_decode,
             self.argmax,
             self.argmax_parts,
+            self.sample,
             *(spec for by_rows in self.prefill_bf16.values() for spec in by_rows.values()),
             *([] if self.attention_prefill_bf16 is None else [self.attention_prefill_bf16]),
         )
@@ -111,6 +114,7 @@ def make_plan(
         attention_decode=attention_decode_spec(heads, row),
         argmax=ArgmaxSpec(config.vocab_size),
         argmax_parts=ArgmaxPartsSpec(),
+        sample=SampleSpec(config.vocab_size),
         prefill_bf16=prefill(plain, [op for op in shapes if op != "lm_head"]) if mixed else {},
         attention_prefill_bf16=attention_prefill_spec(heads, plain) if mixed else None,
     )

@@ -115,6 +115,7 @@ def test_every_kernel_of_the_plan_is_loaded_once(exported: Path) -> None:
         ops._attention_decode.kernel,
         ops._argmax.kernel,
         ops._argmax_parts.kernel,
+        ops._sample.kernel,
     ]
     assert sorted(kernel.spec.name for kernel in loaded) == sorted(spec.name for spec in SPECS)
     assert all(kernel._cubin == kernel.record.name.encode() for kernel in loaded)

@@ -1,7 +1,7 @@
 """How each running sequence's tokens are chosen, on the device: settings by slot, and what they need to know.
 
 Greedy sequences take what ``Ops.argmax`` gives; the others, and those that want log-probabilities, go through
-``futransformer.sampling``, whose choice depends on a sequence's logits, settings, seed and position alone.
+``Ops.sample``, whose choice depends on a sequence's logits, settings, seed and position alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from futransformer.engine.sequence import EngineSequence
 from futransformer.kv_cache import upload
-from futransformer.sampling import Sampling, SamplingRows, mark_seen, pack_seen, sample
+from futransformer.ops.interface import Ops
+from futransformer.sampling import Sampling, SamplingRows, pack_seen, with_log_probs
 
 NOT_A_NUMBER = -1  # the token of a row whose logits hold NaN
 
@@ -52,10 +53,11 @@ class _Batch(NamedTuple):
 class Chooser:
     """The settings of the sequences in ``slots`` slots."""
 
-    def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
+    def __init__(self, ops: Ops, vocab_size: int, slots: int) -> None:
         """Begin with empty slots."""
         self.vocab_size = vocab_size
-        self.device = device
+        self.device = ops.device
+        self._ops = ops
         self._slots = slots
         self._seen: Tensor | None = None  # int32 [slots, words], made when somebody is penalised
         self._batch: dict[bool, _Batch] = {}  # the last one that was decoded, or read
@@ -98,15 +100,16 @@ class Chooser:
             self._forbid_ends(sequences, batch.rows, theirs)
             seen = self._seen[batch.slots] if batch.penalised and self._seen is not None else None
             settings = replace(batch.settings, position=positions if whole else positions[batch.at], seen=seen)
-            found = sample(theirs, settings, log_probs=batch.log_probs)
+            sampled = self._ops.sample(theirs, settings)
             if seen is not None and self._seen is not None:
-                mark_seen(seen, found.tokens)
                 self._seen[batch.slots] = seen
-            tokens = tokens.index_copy(0, batch.at, found.tokens.to(tokens.dtype))
-            if found.log_probs is not None:
+            tokens = sampled if whole else tokens.index_copy(0, batch.at, sampled)
+            if batch.log_probs is not None:
+                found = with_log_probs(theirs, sampled.long(), batch.log_probs)
+                ranks = (theirs > theirs.gather(1, found.tokens[:, None])).sum(1) + 1
+                assert found.log_probs is not None
                 assert found.top_tokens is not None
                 assert found.top_log_probs is not None
-                ranks = (theirs > theirs.gather(1, found.tokens[:, None])).sum(1) + 1
                 alternatives = Alternatives(found.log_probs, ranks, found.top_tokens, found.top_log_probs)
         return Chosen(torch.where(broken, NOT_A_NUMBER, tokens), batch.rows, alternatives)
 
@@ -137,7 +140,7 @@ class Chooser:
         pairs = [
             (row, token)
             for row, sequence in enumerate(sequences[index] for index in rows)
-            if sequence.generated + sequence.in_flight < sequence.request.params.min_tokens
+            if sequence.generated + sequence.in_flight < sequence.least
             for token in sequence.ends
         ]
         if pairs:

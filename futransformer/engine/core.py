@@ -215,7 +215,7 @@ class Engine:
     # What comes back
 
     def _look_at(self, launched: Launched, outputs: dict[str, RequestOutput]) -> None:
-        tokens = launched.tokens()
+        tokens, now = launched.tokens(), time.monotonic()
         logprobs = self._logprobs(launched, tokens) if launched.rows else {}
         for row, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.finished:
@@ -226,7 +226,7 @@ class Engine:
             if output is None:
                 output = outputs[request.request_id] = request.output()
                 if request.metrics.first_token_time is None:
-                    request.metrics.first_token_time = time.monotonic()
+                    request.metrics.first_token_time = now
             if token == NOT_A_NUMBER:
                 self._fail(request, output, not_a_number(self.model.config.name))
                 continue
@@ -236,7 +236,7 @@ class Engine:
             output.outputs.append(delta)
             if delta.finish_reason is not None and request.unfinished == 0:
                 output.finished = True
-                request.metrics.finished_time = time.monotonic()
+                request.metrics.finished_time = now
                 self._finished += 1
                 del self._requests[request.request_id]
         self._rate.add(len(tokens))
@@ -253,7 +253,7 @@ class Engine:
             reason = "stop"
             stop_reason = token if token in sequence.request.params.stop_token_ids else None
         else:
-            text = builder.add(token, look_for_stop=sequence.generated >= sequence.request.params.min_tokens)
+            text = builder.add(token, look_for_stop=not sequence.least or sequence.generated >= sequence.least)
             if builder.stopped_by is not None:
                 reason, stop_reason = "stop", builder.stopped_by
             elif len(sequence.tokens) >= sequence.most:
@@ -262,7 +262,7 @@ class Engine:
             text += builder.rest()
             self._scheduler.share(sequence)
             self._end(sequence)
-        elif sequence.cached.length % PAGE_SIZE == 0:
+        elif len(sequence.tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
             self._scheduler.share(sequence)
         return CompletionOutput(sequence.index, text, [token], None, reason, stop_reason)
 

@@ -64,7 +64,7 @@ class Runner:
         self._lengths = np.full(slots + 1, NOBODY, dtype=np.int32)
         self._table = np.full((slots + 1, page_bucket(pages_for(max_model_len))), NOBODY, dtype=np.int32)
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
-        self._chooser = Chooser(model.config.vocab_size, slots, self.device)
+        self._chooser = Chooser(model.ops, model.config.vocab_size, slots)
         self._batch: list[int] = []  # slots of the last step, as the two below have them
         self._slots = np.zeros(0, dtype=np.int64)
         self._index = torch.zeros(0, dtype=torch.int64, device=self.device)

@@ -95,9 +95,11 @@ class Scheduler:
 
     def _decode(self, found: Schedule) -> None:
         for sequence in list(self.running):
-            if sequence.slot < 0 or not sequence.wants_step:
-                continue
             cached = sequence.cached
+            if cached.length < sequence.target or len(sequence.tokens) + sequence.in_flight >= sequence.most:
+                continue  # is being read, or its last token is on its way
+            if sequence.slot < 0:
+                continue  # was evicted for an older one
             if cached.length == len(cached.pages) * PAGE_SIZE:
                 page = self.pool.take(1)
                 while page is None:

@@ -57,9 +57,11 @@ class EngineSequence:
         "in_flight",
         "index",
         "keys",
+        "least",
         "most",
         "order",
         "plain",
+        "prompt_length",
         "request",
         "seed",
         "shared",
@@ -91,6 +93,8 @@ class EngineSequence:
         params = request.params  # plain: the likeliest token is taken and nothing else is asked for
         self.plain = params.greedy and params.repetition_penalty == 1 and params.logprobs is None
         self.plain &= params.min_tokens == 0
+        self.least = params.min_tokens
+        self.prompt_length = len(request.prompt_token_ids)
         self.tokens = list(request.prompt_token_ids)  # those that are known on the host
         self.cached = CachedSequence()  # length: tokens whose K and V are written, or will be by what is launched
         self.target = 0  # tokens that prefill reads: all that were known when the sequence got its pages
@@ -103,17 +107,12 @@ class EngineSequence:
     @property
     def generated(self) -> int:
         """New tokens that are known."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self.prompt_length
 
     @property
     def prefilling(self) -> bool:
         """Whether prompt, or what is read again, is left to be launched."""
         return self.cached.length < self.target
-
-    @property
-    def wants_step(self) -> bool:
-        """Whether another token is to be decoded, as far as the host knows."""
-        return self.cached.length >= self.target and len(self.tokens) + self.in_flight < self.most
 
     def page_keys(self, count: int) -> list[bytes]:
         """Keys of the first ``count`` pages, which are complete."""

@@ -10,12 +10,13 @@ from futransformer.tokenizer import TextStream
 class TextBuilder:
     """One text, a token at a time."""
 
-    __slots__ = ("_held", "_stop", "_stream", "stopped_by")
+    __slots__ = ("_held", "_inside", "_stop", "_stream", "stopped_by")
 
     def __init__(self, stream: TextStream | None, stop: Sequence[str] = ()) -> None:
         """``stream`` decodes (None: there is no text), any of ``stop`` ends the text."""
         self._stream = stream
         self._stop = stop
+        self._inside = {character for each in stop for character in each[:-1]}
         self._held = ""  # may become a stop string
         self.stopped_by: str | None = None
 
@@ -44,7 +45,7 @@ class TextBuilder:
             found = text.find(stop, 0, first + len(stop) - 1)  # earlier than what another has found
             if found >= 0:
                 first, self.stopped_by = found, stop
-        if self.stopped_by is None:
+        if self.stopped_by is None and text[-1] in self._inside:
             first -= max(_overlap(text, stop) for stop in self._stop)
             self._held = text[first:]
         return text[:first]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
+from futransformer.sampling import SamplingRows
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -206,4 +207,8 @@ class Ops(Protocol):
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the index of each row's largest logit, the lowest among equals; int32 [T]."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+        """Choose each row's token as futransformer.sampling does; int32 [T]. ``rows.seen`` has it from then on."""
         ...

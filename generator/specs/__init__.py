@@ -7,6 +7,7 @@ from .base import ABI_VERSION, Heads, KernelSpec, Param, Tile
 from .decode_gemm import DecodeGemmSpec
 from .gemm import GemmSpec
 from .rows import ArgmaxPartsSpec, ArgmaxSpec, GatherRowsSpec
+from .sampling import SampleSpec
 
 __all__ = [
     "ABI_VERSION",
@@ -21,6 +22,7 @@ __all__ = [
     "Heads",
     "KernelSpec",
     "Param",
+    "SampleSpec",
     "Tile",
     "copy_blocks",
 ]

@@ -41,6 +41,7 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
         plan.attention_decode,
         plan.argmax,
         plan.argmax_parts,
+        plan.sample,
     )
 
 

@@ -21,6 +21,7 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import KVCache
 from futransformer.model import Llama
 from futransformer.prefill_step import PassInputs
+from futransformer.sampling import SamplingRows, choose
 
 VOCABULARY = 101
 EOS = 100
@@ -69,6 +70,9 @@ class ExactOps:
 
     def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return logits.argmax(1).to(torch.int32)
+
+    def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+        return choose(logits, rows).int()
 
 
 class ExactLlama(Llama):

@@ -12,8 +12,10 @@ from futransformer.generator.errors import InputError
 from futransformer.sampling import (
     GREEDY,
     LOG2_E,
+    OUT_OF_REACH,
     PHILOX_MULTIPLIERS,
     PHILOX_WEYL,
+    STEPS,
     Sampling,
     SamplingRows,
     choose,
@@ -91,7 +93,12 @@ def test_powers_and_logarithms() -> None:
     assert ((log2_of(values).double() - exact).abs() <= 2.0**-21 + exact.abs() * 2.0**-23).all()
     near_one = torch.tensor([1 - 2.0**-24, 1.0, 1 + 2.0**-23])
     assert torch.allclose(log2_of(near_one).double(), near_one.double().log2(), rtol=2.0**-20, atol=0)
-    assert masses(torch.tensor([0.0, -1, -30, -31, -INF])).tolist() == [2**30, 2**29, 1, 0, 0]
+    steps = torch.tensor([0, 1, 30, 31, 63]) * STEPS
+    assert masses(steps).tolist() == [2**30, 2**29, 1, 0, 0]
+    every = torch.arange(0, 3 * STEPS, 7)
+    assert (masses(every).diff() <= 0).all(), "more of what is less likely"
+    exact = 2.0**30 * (-every.double() / STEPS).exp2()
+    assert ((masses(every) - exact).abs() <= 1 + 2.0**-22 * exact).all()
 
 
 @pytest.mark.parametrize(
@@ -174,6 +181,15 @@ def test_no_draw_is_not_a_number() -> None:
         for row, token in enumerate(choose(logits, rows_of([Sampling(1.5)] * 6, position)).tolist()):
             found[row].add(token)
     assert found == [{1, 3}, {1, 3}, {0}, {0}, {2}, {0, 2}]
+
+
+def test_nothing_out_of_reach_can_win() -> None:
+    """The most that noise adds to a token, less the least that it adds to the likeliest, is what reach allows for."""
+    most, least = -math.log2(-math.log2(1 - 2.0**-32)), -math.log2(32)  # of n = 2^32 - 1, and of n = 1
+    assert most - least < OUT_OF_REACH / STEPS
+    noise = gumbel(torch.arange(64), torch.zeros(64, dtype=torch.int32), 4096)
+    assert least - 1e-3 <= noise.min()
+    assert noise.max() <= most + 1e-3
 
 
 @pytest.mark.parametrize("temperature", [1e-44, 1e-30])

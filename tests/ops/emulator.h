@@ -365,6 +365,17 @@ inline void store_in_block(float4 const& value, float* target, Barrier* const& a
   });
 }
 
+// Where another block of the cluster has what this one has at `local`. To read: it is a copy while this block runs.
+inline char* in_block(char const* local, int rank) {
+  auto& blocks = block->cluster->blocks;
+  expect(rank >= 0 && rank < int(blocks.size()), "no block of the cluster");
+  Block& other = *blocks[rank];
+  expect(other.started && other.alive > 0, "shared memory of a block that has not started, or has ended");
+  long const bytes = local - dynamic_shared;
+  expect(bytes >= 0 && bytes < kSharedBytes, "no address of shared memory");
+  return &other == block ? dynamic_shared + bytes : other.shared.data() + bytes;
+}
+
 // wgmma of BF16: 64 rows of A in the registers of four warps, B [columns, 16 k] in shared memory with the 64-byte swizzle.
 // Each warp has sixteen rows to itself. Here too both operands are read until the product is waited for.
 template <class Words, int Sums>
@@ -572,6 +583,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -739,6 +751,14 @@ inline void wait_for_cluster() {
   auto* const cluster = emulator::block->cluster;
   unsigned const round = ++emulator::current->cluster_rounds;
   while (cluster->barrier_round < round) emulator::yield();
+}
+inline void sync_cluster() {
+  arrive_at_cluster();
+  wait_for_cluster();
+}
+template <class T>
+T* in_block(T* variable, int rank) {
+  return reinterpret_cast<T*>(emulator::in_block(reinterpret_cast<char const*>(variable), rank));
 }
 inline void store_in_block(float4 const& value, float* target,
                            cutlass::arch::ClusterTransactionBarrier const& arrived, int rank) {

@@ -27,6 +27,7 @@ from futransformer.generator.specs import (
     GatherRowsSpec,
     GemmSpec,
     KernelSpec,
+    SampleSpec,
 )
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
@@ -34,6 +35,7 @@ from futransformer.ops.decode_gemm import ROW_ARGUMENTS
 from futransformer.ops.interface import Fp8Output, Phase, Projection
 from futransformer.packing import unpack_decode, unpack_e4m3, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear, with_gain
+from futransformer.sampling import SamplingRows
 from tests.ops.int4 import SPLIT_BATCH, as_integers
 
 CPU = torch.device("cpu")
@@ -71,6 +73,13 @@ class StandInKernel:
             part = self.ops.argmax(values.masked_fill(index == NO_INDEX, torch.nan)).long()
             chosen = index.gather(1, part[:, None])[:, 0]
             arguments["out"].copy_(chosen.where(chosen < NO_INDEX, 0))
+        elif isinstance(spec, SampleSpec):
+            logits, out = arguments.pop("logits"), arguments.pop("out")
+            assert grid == (spec.blocks, len(logits), 1)
+            assert arguments.pop("logits_stride") == logits.stride(0)
+            seen = arguments.pop("seen")
+            rows = SamplingRows(**arguments, seen=seen if seen.numel() else None)
+            self.ops.sample(logits, rows, out=out)
         else:
             assert isinstance(spec, (AttentionPrefillSpec, AttentionDecodeSpec))
             self._attend(spec, **arguments)

@@ -34,6 +34,7 @@ from tests.ops import test_decode_gemm as decode_gemm
 from tests.ops import test_gemm as prefill_gemm
 from tests.ops import test_next_tokens as next_tokens
 from tests.ops import test_odd_shapes as odd_shapes
+from tests.ops import test_sampling as sampling
 from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
@@ -85,6 +86,7 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
 def model_cases(ops: KernelLibrary) -> Iterator[Case]:
     """Each operation of a model; projections in the order of their weights' sizes."""
     yield Case("rows", partial(odd_shapes.check_rows, ops))
+    yield Case("sample", partial(sampling.check_sample, ops, 5))
     yield Case("attention_decode", partial(check_attention_decode, ops._attention_decode))
     yield Case("attention_prefill", partial(check_attention_prefill, ops))
     shapes = projections(ops.config)
