@@ -226,15 +226,23 @@ def _version(record: KernelRecord) -> tuple[int, ...]:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Lock a file and return its descriptor, which the system frees with the process; None when another holds it."""
+    """Lock a file, which is made if need be, and return its descriptor; None when another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    return lock_at(path, os.O_RDWR | os.O_CREAT)
+
+
+def lock_at(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """Lock a file or a folder and return its descriptor, which the system frees with the process.
+
+    None when another holds it, or it is gone.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:  # ``clear`` has removed the empty folder meanwhile
+        descriptor = os.open(path, flags, 0o666)
+    except FileNotFoundError:  # whoever held it has removed it meanwhile, or its folder
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # ``clear`` removes lock files: a lock on one that is no longer there excludes nobody.
+        # What was removed or renamed since is no longer at this place: a lock on it excludes nobody.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
     except BlockingIOError:

@@ -41,9 +41,9 @@ from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
+from futransformer.quantize.description import check_sums
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.write import check_sums
 from futransformer.reference import ReferenceOps
 from futransformer.weights import LlamaWeights, load_weights, serving
 

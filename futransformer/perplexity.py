@@ -8,7 +8,6 @@ tokens. A shorter rest at the end is left out, unless it is all there is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +20,8 @@ from futransformer.model import Llama, check_numbers
 
 Through = Literal["prefill", "decode", "turns"]
 Progress = Callable[[int, int, float], None]
+# Of which windows of a batch and which of their tokens but the last, and float32 [windows x tokens, vocab_size].
+Logits = Iterator[tuple[slice, slice, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ def score(
 
     ``progress(done, all, perplexity so far)`` is called after every batch of windows.
     """
-    if batch < 1:
-        raise InputError(f"the batch must be at least 1 window, not {batch}")
-    if through not in SCORERS:
-        raise InputError(f"perplexity goes through {', '.join(SCORERS)}, not {through!r}")
-    chosen = split_windows(tokens, context, windows)
-    score_windows = SCORERS[through]
+    chosen, read = choose(tokens, context, windows, batch, through)
     scored: list[Tensor] = []
     for first in range(0, len(chosen), batch):
-        for nll in score_windows(model, chosen[first : first + batch]):
-            scored.append(nll.cpu())
-            check_numbers(model.config.name, scored[-1])
+        group = chosen[first : first + batch]
+        targets = targets_of(group, model)
+        nll = torch.empty(targets.shape, device=targets.device)
+        for rows, positions, logits in read(model, group):
+            target = targets[rows, positions]
+            nll[rows, positions] = negative_log_likelihood(logits, target.flatten()).view(target.shape)
+        scored += nll.cpu()
+        check_numbers(model.config.name, nll)
         if progress is not None:
             progress(len(scored), len(chosen), torch.cat(scored).double().mean().exp().item())
     model.keep([])
@@ -87,54 +88,64 @@ def score(
     return PerplexityResult(context, len(chosen), len(tokens) - used, torch.cat(scored))
 
 
+def choose(
+    tokens: Sequence[int], context: int, windows: int | None, batch: int, through: Through
+) -> tuple[list[Sequence[int]], Callable[[Llama, Sequence[Sequence[int]]], Logits]]:
+    """The windows to score, and what reads them."""
+    if batch < 1:
+        raise InputError(f"the batch must be at least 1 window, not {batch}")
+    if through not in READERS:
+        raise InputError(f"perplexity goes through {', '.join(READERS)}, not {through!r}")
+    return split_windows(tokens, context, windows), READERS[through]
+
+
+def targets_of(windows: Sequence[Sequence[int]], model: Llama) -> Tensor:
+    """What is to be predicted: int64 [windows, tokens - 1], on the model's device."""
+    return torch.tensor(windows, device=model.ops.device)[:, 1:]
+
+
 @torch.inference_mode()
-def score_by_prefill(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Negative log-likelihoods of each window, read in one go."""
+def logits_by_prefill(model: Llama, windows: Sequence[Sequence[int]]) -> Logits:
+    """Of each window, read in one go."""
     logits = model.prefill(windows, rows="all")
-    start = 0
-    for window in windows:
-        targets = torch.tensor(window[1:], device=logits.device)
-        yield negative_log_likelihood(logits[start : start + len(window) - 1], targets)
-        start += len(window)
+    length = len(windows[0])
+    for index in range(len(windows)):
+        yield slice(index, index + 1), slice(0, length - 1), logits[index * length : (index + 1) * length - 1]
 
 
 @torch.inference_mode()
-def score_by_decode(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+def logits_by_decode(model: Llama, windows: Sequence[Sequence[int]]) -> Logits:
     """The same, fed one token at a time to the decode kernels, all windows abreast; windows are equally long."""
     length = len(windows[0])
     columns = torch.tensor(windows, dtype=torch.int32, device=model.ops.device).T.contiguous()
     model.start(len(windows))
     model.reserve([length] * len(windows))
-    nll = [
-        negative_log_likelihood(model.decode(column), target.long()) for column, target in itertools.pairwise(columns)
-    ]
-    return iter(torch.stack(nll, 1))
+    for place, column in enumerate(columns[:-1]):
+        yield slice(None), slice(place, place + 1), model.decode(column)
 
 
 @torch.inference_mode()
-def score_by_turns(model: Llama, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+def logits_by_turns(model: Llama, windows: Sequence[Sequence[int]]) -> Logits:
     """The same as a conversation: half of each window is read, three eighths are decoded, and the rest is read again.
 
     Every token's likelihood rests on a cache that both kinds of kernels have written.
     """
     length = len(windows[0])
     read, written = length // 2, length * 7 // 8
-    columns = torch.tensor(windows, device=model.ops.device).T.contiguous()
-    vocabulary = model.config.vocab_size
-    logits = [model.prefill([window[:read] for window in windows], rows="all").view(len(windows), -1, vocabulary)]
+    columns = torch.tensor(windows, dtype=torch.int32, device=model.ops.device).T.contiguous()
+    yield slice(None), slice(0, read), model.prefill([window[:read] for window in windows], rows="all")
     model.reserve([length - read] * len(windows))
-    logits += [model.decode(column.int())[:, None] for column in columns[read:written]]
-    rest = [window[written:] for window in windows]
-    logits.append(model.extend(rest, rows="all").view(len(windows), -1, vocabulary))
-    every = torch.cat(logits, 1)[:, :-1]
-    targets = columns[1:].T
-    return (negative_log_likelihood(*window) for window in zip(every, targets, strict=True))
+    for place in range(read, written):
+        yield slice(None), slice(place, place + 1), model.decode(columns[place])
+    rest = model.extend([window[written:] for window in windows], rows="all")
+    rest = rest.view(len(windows), length - written, -1)[:, :-1]
+    yield slice(None), slice(written, length - 1), rest.flatten(0, 1)
 
 
-SCORERS: dict[Through, Callable[[Llama, Sequence[Sequence[int]]], Iterator[Tensor]]] = {
-    "prefill": score_by_prefill,
-    "decode": score_by_decode,
-    "turns": score_by_turns,
+READERS: dict[Through, Callable[[Llama, Sequence[Sequence[int]]], Logits]] = {
+    "prefill": logits_by_prefill,
+    "decode": logits_by_decode,
+    "turns": logits_by_turns,
 }
 
 

@@ -9,6 +9,7 @@ What names no precision is BF16. ``notes`` says which rivals, or cases, were lef
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import re
 import subprocess
@@ -21,7 +22,8 @@ import torch
 
 import futransformer
 from futransformer.bench.case import Ceilings
-from futransformer.generator.errors import InputError
+from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.quantize.description import sha256_of
 
 BF16 = "bf16"
 SOURCE = Path(__file__).resolve().parent
@@ -55,6 +57,21 @@ def default_folder() -> Path:
     """benchmarks/results/h200 for an NVIDIA H200, from where the command runs."""
     model = card_name().lower().removeprefix("nvidia ")
     return Path("benchmarks") / "results" / re.sub(r"[^a-z0-9]+", "-", model)
+
+
+def weights_sha256(folder: Path) -> str:
+    """What names a model's weights: the sha256 of its safetensors file, or of what `sha256sum *.safetensors` prints.
+
+    CheckpointError where there is none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no safetensors: name the folder of a Hugging Face model")
+    sums = [sha256_of(path) for path in files]
+    if len(files) == 1:
+        return sums[0]
+    printed = "".join(f"{digest}  {path.name}\n" for digest, path in zip(sums, files, strict=True))
+    return hashlib.sha256(printed.encode()).hexdigest()
 
 
 def document(

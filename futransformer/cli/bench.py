@@ -62,7 +62,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     )
     bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
     bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
-    bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score")
+    bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score, or wikitext2")
     bench.add_argument(
         "--precision", default="bf16", help="accuracy: bf16, fp8 (of the prefill), or one of codes in decode"
     )
@@ -129,7 +129,7 @@ def _accuracy(args: argparse.Namespace) -> int:
     coded = precision.decodes_codes
     if not coded and precision.name not in ("bf16", "fp8"):
         raise InputError(f"bench accuracy measures bf16, fp8, and codes that decode reads, not {precision.name}")
-    _, text = read_text(args.text)
+    _, text = read_text(args.text, named=True)
     where = results.environment(args.commit)
     model = model_folder(args.model)
     if coded:

@@ -1,4 +1,4 @@
-"""The commands about models: run and perplexity.
+"""The command that runs a model, and what other commands about models share.
 
 MODEL is a Hugging Face folder, or smollm2-135m: the small model, which is prepared when it is first asked for. Results
 go to standard output, progress and the name of what computes to standard error.
@@ -13,11 +13,12 @@ import sys
 import time
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
     from futransformer.model import Llama
@@ -27,20 +28,17 @@ if TYPE_CHECKING:
 
 SMALL_MODEL = "smollm2-135m"
 FP8_PRECISIONS = [name for name, precision in PRECISIONS.items() if precision.prefill == E4M3]
-# Windows at a time: a prefill pass is full at a few thousand tokens, a decode step reads all weights for each batch.
-DEFAULT_BATCH = {"prefill": 4, "decode": 32, "turns": 8}
-SATURATED_SHOWN = 5  # results whose count is printed; JSON has all
 
 
 def add_parsers(subparsers: Subparsers) -> None:
-    """Add the commands of this module."""
+    """Add the command of this module."""
     run = subparsers.add_parser(
         "run",
         help="write text that continues or answers a prompt",
         description="Write text, greedily: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
     )
     add_model(run)
-    _add_precision(run)
+    add_precision(run)
     run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
     run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
     run.add_argument(
@@ -49,35 +47,6 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="answer through the model's chat template, or continue the text (default: chat if there is a template)",
     )
     run.set_defaults(handler=_run)
-
-    perplexity = subparsers.add_parser(
-        "perplexity",
-        help="measure how well a model predicts a text",
-        description="Measure how well a model predicts a text, in windows that do not overlap (docs/numerics.md).",
-    )
-    add_model(perplexity)
-    _add_precision(perplexity)
-    perplexity.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8 text to score (default: a page that comes with the package)"
-    )
-    perplexity.add_argument(
-        "--through",
-        choices=tuple(DEFAULT_BATCH),
-        help="the kernels to measure, or turns: half of a window is read, three eighths are decoded, the rest is read "
-        "(default: prefill, but decode where that reads codes, of weights or of the cache)",
-    )
-    perplexity.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default: 1024)")
-    perplexity.add_argument("--windows", type=int, metavar="N", help="score the first N windows (default: all)")
-    perplexity.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="windows at a time (default: 4 through prefill, 32 through decode, 8 in turns)",
-    )
-    perplexity.add_argument(
-        "--nll", type=Path, metavar="FILE", help="write each token's -log p as a float32 .npy array"
-    )
-    perplexity.set_defaults(handler=_perplexity)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +62,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_precision(parser: argparse.ArgumentParser) -> None:
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add what the model computes in."""
     parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
     parser.add_argument(
         "--fp8-scales",
@@ -125,11 +95,11 @@ def _run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     if not args.json:
         print(stream.rest())
-    saturated = _saturated(model)
+    saturated = count_saturated(model)
     if not args.json:
         return 0
     report = {
-        **_what_computed(model, args.precision),
+        **what_computed(model, args.precision),
         "prompt": args.prompt,
         "chat": chat,
         "prompt_tokens": len(prompt),
@@ -144,78 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _perplexity(args: argparse.Namespace) -> int:
-    import numpy as np  # noqa: PLC0415 - see futransformer.cli
-
-    from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415
-    from futransformer.kv_cache import pages_for  # noqa: PLC0415
-    from futransformer.perplexity import Through, score, split_windows  # noqa: PLC0415
-    from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
-
-    if args.nll is not None and (args.nll.is_dir() or not args.nll.absolute().parent.is_dir()):
-        raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
-    text_name, text = read_text(args.text)
-    tokenizer = Tokenizer(model_folder(args.model))
-    tokens = tokenizer.encode(text)
-    windows = split_windows(tokens, args.context, args.windows)
-    precision = get_precision(args.precision)
-    through: Through = args.through or ("decode" if precision.decodes_codes else "prefill")
-    batch = DEFAULT_BATCH[through] if args.batch is None else args.batch
-    if batch < 1:
-        raise InputError(f"--batch must be at least 1 window, not {batch}")
-    check_window(tokenizer.folder, len(windows[0]))
-    batch = min(batch, len(windows))
-    model = load(args, tokenizer.folder, batch * pages_for(len(windows[0])) * PAGE_SIZE)
-
-    def show(done: int, total: int, so_far: float) -> None:
-        say(f"{done} of {total} windows, perplexity so far {so_far:.3f}")
-
-    start = time.perf_counter()
-    result = score(
-        model,
-        tokens,
-        context=args.context,
-        windows=args.windows,
-        batch=batch,
-        through=through,
-        progress=show,
-    )
-    seconds = time.perf_counter() - start
-    if args.nll is not None:
-        with args.nll.open("wb") as stream:
-            np.save(stream, result.nll.numpy())
-    read = through != "turns" and getattr(precision, through) == BF16
-    plain = read and not precision.name.startswith(BF16.name)
-    report: dict[str, Any] = {
-        **_what_computed(model, args.precision),
-        **({through: BF16.name} if plain else {}),  # the precision's name speaks of the other phase
-        "through": through,
-        "text": text_name,
-        "context": args.context,
-        "stride": args.context,
-        "bos": "none added",
-        "batch": batch,
-        "windows": result.windows,
-        "tokens_scored": result.tokens_scored,
-        "tokens_left_out": result.tokens_left_out,
-        "seconds": round(seconds, 3),
-        "perplexity": result.perplexity,
-        **_saturated(model),
-    }
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        for name, value in report.items():
-            shown = f"{value:.4f}" if name == "perplexity" else value
-            if name == "saturated":
-                worst = sorted(value.items(), key=lambda item: -item[1])
-                shown = "; ".join(f"{place}: {count}" for place, count in worst[:SATURATED_SHOWN])
-                shown += f"; and {len(worst) - SATURATED_SHOWN} others" if len(worst) > SATURATED_SHOWN else ""
-            print(f"{name.replace('_', ' '):<16} {shown}")
-    return 0
-
-
-def _what_computed(model: Llama, precision: str) -> dict[str, str]:
+def what_computed(model: Llama, precision: str) -> dict[str, str]:
     """What a report begins with."""
     from futransformer.layer_parts import format_parts  # noqa: PLC0415 - see futransformer.cli
 
@@ -227,7 +126,7 @@ def _what_computed(model: Llama, precision: str) -> dict[str, str]:
     return {**report, "backend": model.ops.describe()}
 
 
-def _saturated(model: Llama) -> dict[str, dict[str, int]]:
+def count_saturated(model: Llama) -> dict[str, dict[str, int]]:
     """What to report of FP8 values that saturated; says so in one line if any did."""
     if model.scaling is None or not (counts := model.scaling.saturated()):
         return {}
@@ -297,18 +196,22 @@ def load(
     return model
 
 
-def read_text(path: Path | None) -> tuple[str, str]:
-    """The name and the content of the text, exactly as it stands."""
+def read_text(path: Path | None, option: str = "--text", *, named: bool = False) -> tuple[str, str]:
+    """The name and the content of the text, exactly as it stands; ``option`` names it in errors; where
+    ``named`` is set, wikitext2 is its test split.
+    """
+    if named and str(path) == WIKITEXT2 and not Path(WIKITEXT2).exists():
+        return WIKITEXT2, read_wikitext2("test")
     if path is None:
         return "sample.txt", (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()
     try:
         return str(path), path.read_bytes().decode()
     except FileNotFoundError as error:
-        raise InputError(f"--text {path}: there is no such file") from error
+        raise InputError(f"{option} {path}: there is no such file") from error
     except OSError as error:
-        raise InputError(f"--text {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
+        raise InputError(f"{option} {path} cannot be read: {error.strerror}; name a file of UTF-8 text") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {path} is not UTF-8 text: {error}") from error
+        raise InputError(f"{option} {path} is not UTF-8 text: {error}") from error
 
 
 def say(line: str) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from futransformer.generator.errors import CheckpointError, UnsupportedError
 from futransformer.generator.precision import CHANNEL, GROUP_SIZES, get_precision
-from futransformer.quantize.int4 import MIDDLE, Int4Weight
+from futransformer.quantize.int4 import Int4Weight
+from futransformer.quantize.int4_scales import MIDDLE
 
 FLOATS = ("BF16", "F16", "F32")
 WORD = 8  # codes in 32 bits

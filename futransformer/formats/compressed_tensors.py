@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +215,21 @@ def packed_tensors(module: str, weight: Int4Weight) -> dict[str, Tensor]:
     if weight.zeros is not None:
         tensors[f"{module}.weight_zero_point"] = words(weight.zeros.T.contiguous()).T.contiguous()
     return tensors
+
+
+def unpacked(tensors: Mapping[str, Tensor], modules: Iterable[str], groups: Groups) -> dict[str, Int4Weight]:
+    """The projections of which ``packed_tensors`` made these tensors."""
+    codes = {}
+    for module in modules:
+        n, k = tensors[f"{module}.weight_shape"].tolist()
+        zeros = tensors.get(f"{module}.weight_zero_point")
+        codes[module] = Int4Weight(
+            nibbles(tensors[f"{module}.weight_packed"])[:, :k].contiguous(),
+            tensors[f"{module}.weight_scale"],
+            None if zeros is None else nibbles(zeros.T).T[:n].contiguous(),
+            groups.group_size,
+        )
+    return codes
 
 
 def packed_config(groups: Groups) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from futransformer.formats.codes import (
 )
 from futransformer.generator.errors import CheckpointError
 from futransformer.generator.json_reader import JsonReader
-from futransformer.quantize.int4 import MIDDLE
+from futransformer.quantize.int4_scales import MIDDLE
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
 OTHER_LAYOUTS = ("is_marlin_format", "dynamic")  # keys that mean one, where they are not false or empty

@@ -16,7 +16,6 @@ licences and the like. Format 1 had neither FP8 weights nor BF16 parts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -40,13 +39,17 @@ from futransformer.generator.errors import CheckpointError, ConfigError, InputEr
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.generator.precision import Precision
 from futransformer.layer_parts import format_parts, parse_parts
+from futransformer.quantize.description import (
+    DESCRIPTION_FILE,
+    FORMAT,
+    INT4_SECTION,
+    READ_FORMATS,
+    sha256_of,
+    weight_files,
+)
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.quantize.stored import StoredWeights, save_weights
 
-FORMAT = 2
-READ_FORMATS = (1, FORMAT)
-DESCRIPTION_FILE = "futransformer.json"
-INT4_SECTION = "int4_weights"  # of a quantised model's description; a calibration of that model keeps it
 SCALES_FILE = "fp8_scales.safetensors"
 WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
@@ -174,15 +177,6 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
     return recipe
 
 
-def sha256_of(path: Path) -> str:
-    """The file's sha256, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 @contextmanager
 def scratch_beside(output: Path, parent: Path, what: str = "calibrated model") -> Iterator[Path]:
     """A temporary folder on the file system of ``output``, in ``parent``; what goes wrong within is a BuildError."""
@@ -190,13 +184,6 @@ def scratch_beside(output: Path, parent: Path, what: str = "calibrated model") -
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=parent) as scratch:
             yield Path(scratch)
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The safetensors that the model consists of; ``load_checkpoint`` has checked them."""
-    if (folder / SINGLE_FILE).is_file():
-        return [SINGLE_FILE]
-    return sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
 
 
 def carried_files(folder: Path, weights: list[str]) -> list[str]:

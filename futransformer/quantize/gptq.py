@@ -10,6 +10,7 @@ The Gram matrix is float32, of products that are not rounded to TF32; its invers
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,12 +32,12 @@ class Grid(Protocol):
         """Columns that share scales, which are chosen when the first of them is reached; None: scales are fixed."""
         ...
 
-    def begin(self, columns: Tensor) -> None:
-        """Choose the scales of the next group from its columns [group, N], as earlier errors have changed them."""
+    def begin(self, columns: Tensor, first: int) -> None:
+        """Choose the scales of the group from column ``first`` on, [group, N], as earlier errors have changed it."""
         ...
 
-    def round(self, column: Tensor) -> Tensor:
-        """The nearest numbers to one column [N], float32."""
+    def round(self, column: Tensor, index: int) -> Tensor:
+        """The nearest numbers to column ``index`` of the weight, float32 [N]."""
         ...
 
 
@@ -46,49 +47,72 @@ class Fp8Grid(NamedTuple):
     scale: Tensor
     group: int | None = None
 
-    def begin(self, columns: Tensor) -> None:
+    def begin(self, columns: Tensor, first: int) -> None:
         """Nothing: the scale is fixed."""
 
-    def round(self, column: Tensor) -> Tensor:
+    def round(self, column: Tensor, index: int) -> Tensor:
         """See Grid.round."""
         return codes_of(column, self.scale).float().mul_(self.scale)
 
 
-def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = False) -> Tensor:
-    """Weights of the grid, float32 [N, K], for a weight [N, K] and the Gram matrix of its operands, float32 [K, K].
+class Damped(NamedTuple):
+    """A Gram matrix that can be factorised, and how: what GPTQ goes by."""
 
-    ``act_order``: columns of the largest operands come first, and so are made up for by most others; of grids without
-    groups. A column whose operands are all zero is rounded to nearest. Warns if the Gram matrix cannot be factorised
-    at any dampening, and then rounds all to nearest.
+    gram: Tensor  # float32 [K, K], in the order of the weight's columns
+    factor: Tensor  # float32 [K, K]: the upper Cholesky factor of its inverse, in the order of rounding
+    order: Tensor | None  # int64 [K]: the column that is rounded first, and so on; None: as they stand
+
+
+def damp(gram: Tensor, *, act_order: bool = False, name: str = "a weight") -> Damped:
+    """Add the least of ``DAMPENING`` with which ``gram`` can be factorised; columns without operands get 1.
+
+    ``act_order``: columns of the largest operands are to come first, and so are made up for by most others. Where no
+    dampening does it warns, of ``name``, and gives the identity, by which GPTQ rounds to nearest.
     """
-    assert not act_order or grid.group is None
+    diagonal = gram.diagonal()
+    order = diagonal.argsort(descending=True, stable=True) if act_order else None
+    for share in DAMPENING:
+        damped = gram.double()
+        damped.diagonal().add_(share * diagonal.mean()).masked_fill_(diagonal == 0, 1)
+        lower, failed = torch.linalg.cholesky_ex(damped if order is None else damped[order][:, order])
+        if failed:
+            continue
+        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and factor.isfinite().all():
+            return Damped(damped.float(), factor.float(), order)
+    warnings.warn(f"{name}: the Gram matrix of its operands cannot be factorised: rounding to nearest", stacklevel=2)
+    identity = torch.eye(len(gram), device=gram.device)
+    return Damped(identity, identity, None)
+
+
+def gptq(weight: Tensor, damped: Damped, grid: Grid) -> Tensor:
+    """Weights of the grid, float32 [N, K], for a weight [N, K]. A grid of groups needs the columns as they stand.
+
+    A column whose operands are all zero is rounded to nearest.
+    """
+    assert damped.order is None or grid.group is None
     columns = weight.float().T.contiguous()  # [K, N]: a column is contiguous
-    order = gram.diagonal().argsort(descending=True) if act_order else None
-    if order is not None:
-        columns, gram = columns[order], gram[order][:, order]
-    factor = _factor(gram)
-    if factor is None:
-        warnings.warn("the Gram matrix of a weight's operands cannot be factorised: rounding to nearest", stacklevel=2)
-        factor = torch.eye(len(gram), device=gram.device)
-    rounded = _round_columns(columns, factor, grid)
-    if order is not None:
-        rounded = rounded[order.argsort()]
-    return rounded.T.contiguous()
+    if damped.order is None:
+        return _round_columns(columns, damped.factor, grid, range(len(columns))).T.contiguous()
+    rounded = _round_columns(columns[damped.order], damped.factor, grid, damped.order.tolist())
+    return rounded[damped.order.argsort()].T.contiguous()
 
 
-def _round_columns(columns: Tensor, factor: Tensor, grid: Grid) -> Tensor:
-    """Round [K, N] in order, by the upper factor of the inverse; ``columns`` is overwritten."""
+def _round_columns(columns: Tensor, factor: Tensor, grid: Grid, names: Sequence[int]) -> Tensor:
+    """Round [K, N], overwritten, in order by the upper factor of the inverse; ``names``: columns of the weight."""
     rounded = torch.empty_like(columns)
     group, count = grid.group, len(columns)
-    block = BLOCK if group is None else max(1, BLOCK // group) * group
+    # A group begins where a block does, unless a block holds whole ones: its columns must have heard of all before it.
+    aligned = group is None or group % BLOCK == 0 or group >= count
+    block = BLOCK if group is None or aligned else max(1, BLOCK // group) * group
     pivots: list[float] = factor.diagonal().tolist()
     for start in range(0, count, block):
         stop = min(start + block, count)
         errors = torch.empty_like(columns[start:stop])
         for index in range(start, stop):
             if group is not None and index % group == 0:
-                grid.begin(columns[index : min(index + group, count)])
-            rounded[index] = grid.round(columns[index])
+                grid.begin(columns[index : min(index + group, count)], index)
+            rounded[index] = grid.round(columns[index], names[index])
             torch.sub(columns[index], rounded[index], out=errors[index - start])
             errors[index - start].div_(pivots[index])
             columns[index + 1 : stop].addr_(factor[index, index + 1 : stop], errors[index - start], alpha=-1)
@@ -96,18 +120,6 @@ def _round_columns(columns: Tensor, factor: Tensor, grid: Grid) -> Tensor:
     return rounded
 
 
-def _factor(gram: Tensor) -> Tensor | None:
-    """The upper Cholesky factor of the dampened matrix's inverse, float32; None if there is none."""
-    diagonal = gram.diagonal()
-    dead = diagonal == 0
-    for share in DAMPENING:
-        damped = gram.double()
-        damped.diagonal().add_(share * diagonal.mean()).masked_fill_(dead, 1)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        factor: Tensor
-        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and factor.isfinite().all():
-            return factor.float()
-    return None
+def squared_errors(difference: Tensor, gram: Tensor) -> Tensor:
+    """|X d^T|^2 of each row d of [N, K], from the Gram matrix of X; float32 [N]."""
+    return (difference @ gram).mul_(difference).sum(1)

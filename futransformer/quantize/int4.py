@@ -13,14 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from futransformer.generator.errors import CheckpointError, InputError
+from futransformer.generator.errors import InputError
 from futransformer.generator.precision import CHANNEL, GROUP_SIZES
-
-CODES = 16
-MIDDLE = 8  # the zero point of symmetric codes
-SMALLEST_SCALE = 2.0**-24  # of float16; a group that would need less becomes zeros, and is off by at most half of it
+from futransformer.quantize.int4_scales import MIDDLE, ScaleSearch, choose_scales, in_groups, nearest_codes
 
 
 @dataclass(frozen=True)
@@ -84,36 +80,30 @@ class Int4Weight:
         return groups.repeat_interleave(self.row_group, 1)[:, : self.codes.shape[1]]
 
 
-def round_to_nearest(name: str, weight: Tensor, group_size: int, *, zero_points: bool = False) -> Int4Weight:
-    """Codes = round(W / scale) + zero point, cut off at 0 and 15; the scale is rounded to float16 first.
+def round_to_nearest(
+    name: str,
+    weight: Tensor,
+    group_size: int,
+    *,
+    zero_points: bool = False,
+    search: ScaleSearch = "max",
+    importance: Tensor | None = None,
+) -> Int4Weight:
+    """Codes = round(W / scale) + zero point, cut off at 0 and 15, by the scales of ``choose_scales``.
 
-    Symmetric: scale = max|W| / 7.5 of the group, so that neither end is off by more than half a scale. With zero
-    points: scale = (max - min) / 15 of the group and zero, zero point = round(-min / scale). Of nothing but zeros a
-    scale is 1. ``name`` is what a refusal calls the weight: one that is not finite, or beyond float16's scales.
+    ``importance`` of columns, float32 [K], is of a search for scales. ``name`` is what a refusal calls the weight: one
+    that is not finite, or beyond float16's scales.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     group = k if group_size == CHANNEL else group_size
-    values = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)  # zeros change no group's range
-    low, high = values.amin(2).clamp_max_(0), values.amax(2).clamp_min_(0)
-    if not (low.isfinite() & high.isfinite()).all():
-        raise CheckpointError(
-            f"{name} holds {int((~values.isfinite()).sum())} values that are not finite, so it has no INT4 scales; "
-            "fetch the checkpoint again"
-        )
-    span = (high - low) / (CODES - 1) if zero_points else torch.maximum(-low, high) / ((CODES - 1) / 2)
-    scales = torch.where(span > 0, span.clamp_min(SMALLEST_SCALE), 1.0).half()
-    if scales.isinf().any():
-        raise CheckpointError(
-            f"{name} has magnitudes up to {values.abs().amax():.4g}, whose INT4 scale no float16 holds; "
-            "use a precision without INT4"
-        )
-    unit = scales.float()[..., None]
-    zeros = (-low / unit[..., 0]).round_().clamp_(0, CODES - 1) if zero_points else torch.full_like(low, MIDDLE)
-    codes = (values / unit).round_().add_(zeros[..., None]).clamp_(0, CODES - 1)
+    values = in_groups(weight.float(), group)
+    columns = None if importance is None else in_groups(importance[None], group)[0]
+    chosen = choose_scales(name, values, zero_points=zero_points, search=search, importance=columns)
+    codes = nearest_codes(values, chosen)
     return Int4Weight(
-        codes.to(torch.uint8).view(n, -1)[:, :k].contiguous(),
-        scales,
-        zeros.to(torch.uint8) if zero_points else None,
+        codes.to(torch.uint8).flatten(1)[:, :k].contiguous(),
+        chosen.scales,
+        chosen.zeros.to(torch.uint8) if zero_points else None,
         group_size,
     )
 

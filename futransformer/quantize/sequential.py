@@ -1,9 +1,8 @@
 """FP8 weights by GPTQ, all of them in one reading of a text: each when its projection is reached, before it is used.
 
 So a weight is rounded for the operands that it will see: codes, behind the quantised weights of everything before it.
-Rows count as they count in what follows: x before qkv and gate_up times its rstd, what o and down read times the rstd
-of the stream that they have added to; and none for more than ``LOUDEST`` median rows. Else a first token's row, whose
-values are the largest by far, would be all that there is to a matrix and its dampening.
+Rows count as futransformer.quantize.gram has it: x before qkv and gate_up times its rstd, what o and down read times
+the rstd of the stream that they have added to.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from futransformer.generator.precision import Granularity
 from futransformer.model import Llama
 from futransformer.ops.interface import Ops, Projection
 from futransformer.quantize.fp8 import Fp8Weight, codes_of, quantize_weight
-from futransformer.quantize.gptq import Fp8Grid, gptq
-
-ROWS = 4096  # of a Gram matrix's operands, in float32 at a time
-LOUDEST = 4.0  # times the median of rows' sums of squares
+from futransformer.quantize.gptq import Fp8Grid, damp, gptq
+from futransformer.quantize.gram import counted, gram_of
 
 
 class SequentialOps:
@@ -98,24 +95,9 @@ class SequentialOps:
         logical = getattr(self._layer[1], op).to(x.device)
         place = f"{self._model.config.name}: layer {layer}, {op}"
         _, scale = quantize_weight(place, logical, self._granularity)
-        energy = (x.float() * row_weights).square().sum(1, keepdim=True)
-        quieter = (LOUDEST * energy.median() / energy).clamp_max_(1).sqrt_().nan_to_num_(1)  # a row of zeros is 0 / 0
-        rounded = gptq(logical, gram_of(x, row_weights * quieter), Fp8Grid(scale), act_order=True)
+        damped = damp(gram_of(x, counted(x, row_weights)), act_order=True, name=place)
+        rounded = gptq(logical, damped, Fp8Grid(scale))
         codes = codes_of(rounded, scale[:, None])
         self.weights[layer, op] = Fp8Weight(codes.cpu(), scale.cpu())
         packed.copy_(self._ops.pack(op, "prefill", codes))
         self._progress(f"rounded the weights of layer {layer}, {op}")
-
-
-def gram_of(operands: Tensor, row_weights: Tensor) -> Tensor:
-    """X^T X, float32 [K, K], of operands [T, K] whose rows are multiplied by ``row_weights`` [T, 1]."""
-    gram = torch.zeros(operands.shape[1], operands.shape[1], device=operands.device)
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        for start in range(0, len(operands), ROWS):
-            rows = operands[start : start + ROWS].float() * row_weights[start : start + ROWS]
-            gram.addmm_(rows.T, rows)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-    return gram

@@ -5,7 +5,7 @@ layers' norms are folded into the weights before they are quantised, and their w
 embedding and the head stay as they are. futransformer.json beside it has the method and the sha256 of every file.
 
 One shard a layer, written whole or not at all, into a folder beside OUT whose name is of the job; what is there when a
-job begins again is kept. At no time is more than one layer in memory.
+job begins again is kept. One process at a time works on a job. At no time is more than one layer in memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from futransformer.build.cache import storage_errors
+from futransformer.build.cache import lock_at, storage_errors
 from futransformer.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -37,30 +37,24 @@ from futransformer.checkpoint import (
     projections_of,
 )
 from futransformer.formats.codes import Groups
-from futransformer.formats.compressed_tensors import packed_config, packed_tensors
+from futransformer.formats.compressed_tensors import packed_config, packed_tensors, unpacked
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import CheckpointError, ConfigError, InputError
+from futransformer.generator.errors import BuildError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
-from futransformer.quantize.folder import (
+from futransformer.quantize.description import (
     DESCRIPTION_FILE,
     FORMAT,
     INT4_SECTION,
-    READ_FORMATS,
-    carried_files,
-    check_output,
-    publish,
-    scratch_beside,
     sha256_of,
     weight_files,
 )
-from futransformer.quantize.int4 import Int4Weight
+from futransformer.quantize.folder import carried_files, check_output, publish, scratch_beside
+from futransformer.quantize.layers import Errors, LayerQuantiser
 
 WHAT = "quantised model"
 DONE = ".errors.json"  # beside a finished shard, until all are: its errors and its sha256
 UNFINISHED = ".unfinished"
 NORMS = ("input_layernorm", "post_attention_layernorm")
-
-Quantiser = Callable[[str, Tensor], Int4Weight]  # a projection's name and its weight, gain folded in -> codes
 
 
 class Progress(NamedTuple):
@@ -74,17 +68,17 @@ class Progress(NamedTuple):
 def write_quantised(
     source: Path,
     output: Path,
-    quantise: Quantiser,
+    quantiser: Callable[[Checkpoint], LayerQuantiser],
     groups: Groups,
     method: Mapping[str, Any],
     *,
     force: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> dict[str, float]:
-    """Quantise the projections of ``source`` and write the folder; the relative error of each, by name.
+) -> dict[str, Errors]:
+    """Quantise the projections of ``source`` and write the folder; the errors of each, by name (see ``Quantised``).
 
-    The error is |W - quantised| / |W|, in the norm of all elements. ``method`` says in JSON's types what ``quantise``
-    does: a job that was interrupted goes on where ``source``, ``groups`` and ``method`` are the same.
+    ``method`` says in JSON's types what the quantiser does: a job that was interrupted goes on where ``source``,
+    ``groups`` and ``method`` are the same.
     """
     check_output(source, output, force=force, what=WHAT)
     config = load_config(source)
@@ -97,25 +91,48 @@ def write_quantised(
     shards = [f"model-{index + 1:05}-of-{layers + 1:05}.safetensors" for index in range(layers + 1)]
     partial = there.parent / f".{there.name}-{_job(source, groups, method)}.partial"
     kept = f"finished layers are kept in {partial}, for the same command to go on from them"
-    with _interruption(kept), storage_errors(f"the {WHAT}", output, "choose another with --output", kept):
-        partial.mkdir(parents=True, exist_ok=True)
-        errors: dict[str, float] = {}
-        start, written = time.perf_counter(), 0
+    with (
+        _interruption(kept),
+        storage_errors(f"the {WHAT}", output, "choose another with --output", kept),
+        _alone(partial, output),
+    ):
+        errors: dict[str, Errors] = {}
+        working = quantiser(checkpoint)
+        spent, written = 0.0, 0
         for index, shard in enumerate(shards[:-1]):
+            start = time.perf_counter()
+            weights = _folded(checkpoint, index)
             found = _finished(partial / shard)
             if found is None:
-                found = _write_layer(checkpoint, index, partial / shard, quantise)
+                found = _write_layer(checkpoint, index, weights, partial / shard, working)
                 written += 1
+                spent += time.perf_counter() - start
+            else:
+                codes = unpacked(load_file(partial / shard), projections_of(index), groups)
+                working.passed(index, weights, codes)
             errors |= found
             if progress is not None:
-                left = (time.perf_counter() - start) / max(written, 1) * (layers - index - 1)
-                progress(Progress(index + 1, layers, left))
+                progress(Progress(index + 1, layers, spent / max(written, 1) * (layers - index - 1)))
         ends = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
         _write_whole(partial / shards[-1], save({name: checkpoint.read(name) for name in ends}, {"format": "pt"}))
         _describe(source, partial, shards, groups, method, errors)
+        check_output(source, output, force=force, what=WHAT)  # another job may have been faster
         with scratch_beside(output, there.parent, WHAT) as scratch:
             publish(partial, there, scratch / "replaced")
     return errors
+
+
+@contextmanager
+def _alone(partial: Path, output: Path) -> Iterator[None]:
+    """Make the job's folder and hold its lock; BuildError where another process does."""
+    partial.mkdir(parents=True, exist_ok=True)
+    held = lock_at(partial)
+    if held is None:
+        raise BuildError(f"another process is writing this model to {output}: wait for it, or end it and try again")
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 @contextmanager
@@ -134,20 +151,26 @@ def _job(source: Path, groups: Groups, method: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _write_layer(checkpoint: Checkpoint, index: int, shard: Path, quantise: Quantiser) -> dict[str, float]:
-    first, second = checkpoint.norm_gains()[2 * index : 2 * index + 2]
-    tensors: dict[str, Tensor] = {
-        f"model.layers.{index}.{norm}.weight": torch.ones_like(first, dtype=torch.bfloat16) for norm in NORMS
-    }
-    errors: dict[str, float] = {}
+def _folded(checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
+    """The weights of a layer's projections, BF16 [N, K], by their modules' names, gains folded in."""
+    input_gain, mlp_gain = (checkpoint.read(f"model.layers.{index}.{norm}.weight") for norm in NORMS)
+    folded = {}
     for module in projections_of(index):
-        gain = None if module.endswith(("o_proj", "down_proj")) else second if ".mlp." in module else first
+        gain = None if module.endswith(("o_proj", "down_proj")) else mlp_gain if ".mlp." in module else input_gain
         weight = checkpoint.projection(module)
-        weight = weight.to(torch.bfloat16) if gain is None else fold_gain(weight, gain)
-        codes = quantise(module, weight)
-        tensors |= packed_tensors(module, codes)
-        exact = weight.float()
-        errors[module] = ((codes.dequantise() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+        folded[module] = weight.to(torch.bfloat16) if gain is None else fold_gain(weight, gain)
+    return folded
+
+
+def _write_layer(
+    checkpoint: Checkpoint, index: int, weights: Mapping[str, Tensor], shard: Path, quantiser: LayerQuantiser
+) -> Mapping[str, Errors]:
+    ones = torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16)
+    tensors = {f"model.layers.{index}.{norm}.weight": ones.clone() for norm in NORMS}
+    quantised = quantiser.quantise(index, weights)
+    for module in weights:
+        tensors |= packed_tensors(module, quantised[module].codes)
+    errors = {module: quantised[module].errors for module in weights}
     content = save(tensors, {"format": "pt"})
     _write_whole(shard, content)
     finished = {"errors": errors, "sha256": hashlib.sha256(content).hexdigest()}
@@ -155,14 +178,15 @@ def _write_layer(checkpoint: Checkpoint, index: int, shard: Path, quantise: Quan
     return errors
 
 
-def _finished(shard: Path) -> dict[str, float] | None:
+def _finished(shard: Path) -> Mapping[str, Errors] | None:
     """The errors of a layer that an earlier run finished; None where it did not, or a crash has damaged it since."""
     done = shard.with_name(f"{shard.name}{DONE}")
     try:
         finished = JsonReader(done, read_json(done))
         errors = finished.section("errors")
-        sound = sha256_of(shard) == finished.text("sha256")
-        return {name: errors.number(name) for name in errors.content} if sound else None
+        modules = [(module, errors.section(module)) for module in errors.content]
+        read = {module: {name: said.number(name) for name in said.content} for module, said in modules}
+        return read if sha256_of(shard) == finished.text("sha256") else None
     except (ConfigError, OSError):
         return None
 
@@ -179,7 +203,7 @@ def _describe(
     shards: list[str],
     groups: Groups,
     method: Mapping[str, Any],
-    errors: Mapping[str, float],
+    errors: Mapping[str, Errors],
 ) -> None:
     """Write all that is not weights."""
     for name in carried_files(source, weight_files(source)):
@@ -214,33 +238,3 @@ def _describe(
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     _write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def check_sums(folder: Path) -> None:
-    """Refuse a folder of INT4 weights of ours of which a file has changed: safetensors has no checksums."""
-    path = folder / DESCRIPTION_FILE
-    description = JsonReader(path, read_json(path) if path.is_file() else {})
-    if not description.has(INT4_SECTION):
-        return
-    version = description.integer("format")
-    if version not in READ_FORMATS:
-        raise CheckpointError(f"{path} is of format {version}, this version reads formats up to {FORMAT}")
-    sums = description.section("sha256")
-    for name in ("config.json", *weight_files(folder)):
-        if not sums.has(name):
-            raise CheckpointError(
-                f"{folder / name} is no file that {DESCRIPTION_FILE} names, so it may be of another model; remove it "
-                "if it does not belong there, or quantise again"
-            )
-    for name, digest in _texts(sums):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing, which {DESCRIPTION_FILE} names; fetch it again")
-        if sha256_of(folder / name) != digest:
-            raise CheckpointError(
-                f"{folder / name} is not the file that {DESCRIPTION_FILE} names: its sha256 differs; fetch it again, "
-                "or quantise again"
-            )
-
-
-def _texts(section: JsonReader) -> Iterator[tuple[str, str]]:
-    return ((name, section.text(name)) for name in section.content)

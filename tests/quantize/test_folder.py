@@ -20,7 +20,8 @@ from futransformer.generator.precision import get_precision
 from futransformer.layer_parts import parse_parts
 from futransformer.model import Llama
 from futransformer.quantize import folder as folder_module
-from futransformer.quantize.folder import check_output, read_recipe, sha256_of, write_folder
+from futransformer.quantize.description import sha256_of
+from futransformer.quantize.folder import check_output, read_recipe, write_folder
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import CHANNEL, GROUP_SIZES
-from futransformer.quantize.int4 import SMALLEST_SCALE, Int4Weight, round_to_nearest
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
+from futransformer.quantize.int4_scales import SMALLEST_SCALE
 
 GROUPS = [*GROUP_SIZES, CHANNEL]
 

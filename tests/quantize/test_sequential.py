@@ -17,8 +17,8 @@ from futransformer.layer_parts import HALF_OF, Part, parse_parts
 from futransformer.model import Llama
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.fp8 import quantize_weight
+from futransformer.quantize.gram import gram_of
 from futransformer.quantize.recipe import Fp8Recipe
-from futransformer.quantize.sequential import gram_of
 
 TOKENS = torch.randint(256, (600,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -99,7 +99,7 @@ def test_a_reading_that_takes_several_passes_is_refused(tiny_base_model: Path) -
 
 def test_the_gram_matrix_is_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, whatever the type of the operands; whether TF32 may be used is left as it was."""
-    monkeypatch.setattr("futransformer.quantize.sequential.ROWS", 30)
+    monkeypatch.setattr("futransformer.quantize.gram.ROWS", 30)
     x = torch.randn(100, 40, generator=torch.Generator().manual_seed(3)).to(torch.float8_e4m3fn)
     weights = torch.rand(100, 1, generator=torch.Generator().manual_seed(4))
     rows: Tensor = x.double() * weights

@@ -18,7 +18,8 @@ from futransformer.bench.coded import CodedBlock
 from futransformer.bench.rivals.torch_bf16 import Shape, rms_norm, rotate, swiglu
 from futransformer.generator.precision import CHANNEL
 from futransformer.ops.interface import DecodeWeight
-from futransformer.quantize.int4 import MIDDLE, Int4Weight
+from futransformer.quantize.int4 import Int4Weight
+from futransformer.quantize.int4_scales import MIDDLE
 
 INNER_K_TILES = 8  # what gpt-fast packs with; 4 and 2 are for K that this does not divide
 

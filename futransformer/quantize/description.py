@@ -1,0 +1,62 @@
+"""futransformer.json: what a folder of ours says of itself, and whether its files are those that it names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
+from futransformer.generator.errors import CheckpointError
+from futransformer.generator.json_reader import JsonReader, read_json
+
+FORMAT = 2
+READ_FORMATS = (1, FORMAT)
+DESCRIPTION_FILE = "futransformer.json"
+INT4_SECTION = "int4_weights"  # of a quantised model's description; a calibration of that model keeps it
+
+
+def check_sums(folder: Path) -> None:
+    """Refuse a folder of INT4 weights of ours of which a file has changed: safetensors has no checksums."""
+    path = folder / DESCRIPTION_FILE
+    description = JsonReader(path, read_json(path) if path.is_file() else {})
+    if not description.has(INT4_SECTION):
+        return
+    version = description.integer("format")
+    if version not in READ_FORMATS:
+        raise CheckpointError(f"{path} is of format {version}, this version reads formats up to {FORMAT}")
+    sums = description.section("sha256")
+    for name in ("config.json", *weight_files(folder)):
+        if not sums.has(name):
+            raise CheckpointError(
+                f"{folder / name} is no file that {DESCRIPTION_FILE} names, so it may be of another model; remove it "
+                "if it does not belong there, or quantise again"
+            )
+    for name, digest in _texts(sums):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing, which {DESCRIPTION_FILE} names; fetch it again")
+        if sha256_of(folder / name) != digest:
+            raise CheckpointError(
+                f"{folder / name} is not the file that {DESCRIPTION_FILE} names: its sha256 differs; fetch it again, "
+                "or quantise again"
+            )
+
+
+def _texts(section: JsonReader) -> Iterator[tuple[str, str]]:
+    return ((name, section.text(name)) for name in section.content)
+
+
+def sha256_of(path: Path) -> str:
+    """The file's sha256, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors that the model consists of; ``load_checkpoint`` has checked them."""
+    if (folder / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    return sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))

@@ -1,0 +1,39 @@
+"""Gram matrices of what projections read, and how much each row counts in them.
+
+Rows count as they count in what follows: normalised ones alike, what o and down read times the rstd of the stream that
+they have added to; and none for more than ``LOUDEST`` median rows. Else a first token's row, whose values are the
+largest by far, would be all that there is to a matrix and its dampening.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS = 4096  # of a Gram matrix's operands, in float32 at a time
+LOUDEST = 4.0  # times the median of rows' sums of squares
+
+
+def counted(operands: Tensor, row_weights: Tensor) -> Tensor:
+    """``row_weights`` [T, 1] of operands [T, K], less where a row's is more than ``LOUDEST`` of the median's."""
+    energy = (operands.float() * row_weights).square().sum(1, keepdim=True)
+    quieter = (LOUDEST * energy.median() / energy).clamp_max_(1).sqrt_().nan_to_num_(1)  # a row of zeros is 0 / 0
+    return row_weights * quieter
+
+
+def gram_of(operands: Tensor, row_weights: Tensor, *, onto: Tensor | None = None) -> Tensor:
+    """X^T X, float32 [K, K], of operands [T, K] whose rows are multiplied by ``row_weights`` [T, 1].
+
+    ``onto``: added to it, in place.
+    """
+    k = operands.shape[1]
+    gram = torch.zeros(k, k, device=operands.device) if onto is None else onto
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        for start in range(0, len(operands), ROWS):
+            rows = operands[start : start + ROWS].float() * row_weights[start : start + ROWS]
+            gram.addmm_(rows.T, rows)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    return gram
