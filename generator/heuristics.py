@@ -20,6 +20,7 @@ from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
+E4M3_BATCH_TILES = BATCH_TILES[1:]  # but for the head: see batch_tiles
 
 
 class _Shape(NamedTuple):
@@ -41,6 +42,8 @@ MIN_STAGES = 3  # one being read, two on their way
 MAX_STAGES = 8
 MAX_STAGE_K = 512
 COPY_BYTES = 4_096  # of a row tile in a stage: long enough (8B, gate_up: of 2 KB 64.1 us, 4 KB 57.6, 8 KB 57.8)
+LONG_SLICE = 4096  # of K, from which a block that has a multiprocessor to itself has a ring of more than half of it
+DEEP_STAGES = 6  # of such a ring
 LANES_SUMS = 192  # row tiles times sequences that the lanes of a cluster, which load their own x, have registers for
 LANES_AHEAD = 2  # stages of x that lanes load ahead in a cluster; one shows the latency of each (8B, a layer: + 0.6 us)
 BESIDE_BYTES = 111_000  # of another kernel's block (8B at 32 sequences: at most 110,640)
@@ -148,8 +151,15 @@ def decode_element(op: str, precision: Precision) -> Element:
 
 
 def batch_tiles(op: str, precision: Precision) -> tuple[int, ...]:
-    """The most sequences of each of a projection's decode GEMMs."""
-    return INT4_BATCH_TILES if decode_element(op, precision) == INT4 else BATCH_TILES
+    """The most sequences of each of a projection's decode GEMMs.
+
+    E4M3 kernels for 16 serve fewer as well (8B, the four projections: at one sequence 62 us, of kernels for eight
+    65, at eight 62 and 73). A head's were not measured.
+    """
+    element = decode_element(op, precision)
+    if element == E4M3 and op != "lm_head":
+        return E4M3_BATCH_TILES
+    return INT4_BATCH_TILES if element == INT4 else BATCH_TILES
 
 
 def decode_gemm_spec(
@@ -252,7 +262,7 @@ def _whole(
     # 8B at 32 sequences, gate_up alone: 57.9 us; without rotation 61.0, and the next kernel at the end 62.3.
     waves = n // (ROW_TILE * row_tiles) * split_k > _MULTIPROCESSORS
     stages, stage_k = _decode_ring(k // split_k, row_tiles, warp_split, batch_tile, element.bits, half)
-    return DecodeGemmSpec(
+    spec = DecodeGemmSpec(
         op,
         element,
         n,
@@ -269,6 +279,20 @@ def _whole(
         rotate=waves,
         copy=copy,
     )
+    return spec if waves or shape is not None else _deepened(spec)
+
+
+def _deepened(spec: DecodeGemmSpec) -> DecodeGemmSpec:
+    """More stages than leave the next kernel's block room, where all of a multiprocessor is the block's and K is long.
+
+    8B, the four projections, of E4M3: gate_up at 32 sequences with four stages or six 75 us, with three 93; down at
+    64 with six 108, with four 119. Of BF16: down at 64 with six 135, with three 145; gate_up, of a block and not a
+    cluster, gains nothing, nor do qkv and o, whose slices of K are 2048, of either.
+    """
+    if spec.k // spec.split_k < LONG_SLICE or (spec.element == BF16 and spec.split_k == 1):
+        return spec
+    room = shared_share(1) - inbox_bytes(spec.batch_tile, spec.row_tiles, spec.split_k)
+    return replace(spec, stages=max(spec.stages, min(DEEP_STAGES, room // (spec.stage_bytes + 16))))
 
 
 def _clustered(

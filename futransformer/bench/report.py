@@ -41,6 +41,7 @@ TITLES = {
     "attention_decode": "Decode attention",
     "decode_block": "One layer of a decode step",
     "decode_step": "A whole decode step",
+    "serve": "An engine under load",
     "load": "Loading kernels",
     "build": "Building kernels",
     "accuracy": "Accuracy on a real model",

@@ -47,7 +47,7 @@ class Engine:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        """Take the model's cache over; ``model.generate`` and the like find no free page from then on.
+        """Take the model's cache over, until ``close``: ``model.generate`` and the like find no free page meanwhile.
 
         ``max_num_seqs``: sequences that run at a time. ``max_model_len``: the most tokens of a sequence, prompt and
         text (default: what the model is made for, or the whole cache if that is less). ``max_num_batched_tokens``: rows
@@ -84,6 +84,7 @@ class Engine:
         self._seed = seed
         self._arrivals = 0
         self._rate = Rate()
+        self.waited = 0.0  # seconds of the last step that the host spent waiting for the device
         self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
 
     def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
@@ -136,6 +137,13 @@ class Engine:
         self._aborted += 1
         return True
 
+    def close(self) -> None:
+        """Give every request up, and the cache back to the model. Nothing may be asked of the engine afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._launched.clear()
+        self._scheduler.pool.close()
+
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything to do."""
         return bool(self._requests)
@@ -146,7 +154,7 @@ class Engine:
         A request's own failure ends it alone. Any other exception leaves the engine unusable: ``abort`` what is left.
         """
         self._steps += 1
-        in_flight = bool(self._launched)
+        in_flight, self.waited = bool(self._launched), 0.0
         launched = self._launch()
         outputs: dict[str, RequestOutput] = {}
         while len(self._launched) > (self._ahead if launched else 0):
@@ -215,7 +223,9 @@ class Engine:
     # What comes back
 
     def _look_at(self, launched: Launched, outputs: dict[str, RequestOutput]) -> None:
+        begin = time.monotonic()
         tokens, now = launched.tokens(), time.monotonic()
+        self.waited += now - begin
         logprobs = self._logprobs(launched, tokens) if launched.rows else {}
         for row, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.finished:

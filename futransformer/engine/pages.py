@@ -30,13 +30,14 @@ class PagePool:
 
     def __init__(self, cache: KVCache, *, keep: bool = True) -> None:
         """Take all pages that are free; ``keep=False``: no page outlives its sequence, and none is found."""
-        everything = CachedSequence()  # so that whoever asks the cache itself is told that nothing is free
-        cache.reserve([everything], [cache.free_pages * PAGE_SIZE])
-        self.num_pages = len(everything.pages)
+        self._cache = cache
+        self._all = CachedSequence()  # so that whoever asks the cache itself is told that nothing is free
+        cache.reserve([self._all], [cache.free_pages * PAGE_SIZE])
+        self.num_pages = len(self._all.pages)
         self.keeps = keep
-        self._blank = everything.pages[::-1]
+        self._blank = self._all.pages[::-1]
         self._kept: dict[int, None] = {}  # in the order in which they were let go
-        self._holders = dict.fromkeys(everything.pages, 0)
+        self._holders = dict.fromkeys(self._all.pages, 0)
         self._keys: dict[int, bytes] = {}
         self._pages: dict[bytes, int] = {}
 
@@ -96,6 +97,10 @@ class PagePool:
                     self._kept[page] = None
                 else:
                     self._blank.append(page)
+
+    def close(self) -> None:
+        """Give all pages back to the cache."""
+        self._cache.release([self._all])
 
     def check(self, holders: Sequence[Sequence[int]]) -> None:
         """Assert that exactly these lists of pages are held, no page is lost, and none is in two states."""

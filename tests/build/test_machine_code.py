@@ -72,7 +72,7 @@ COPIES = tuple(
 )
 LARGE_FP8_DECODE = make_plan(load_config("llama-3.1-8b"), "bf16-fp8-head8")
 FP8_DECODE = (
-    LARGE_FP8_DECODE.decode["gate_up"][8],
+    LARGE_FP8_DECODE.decode["gate_up"][16],
     LARGE_FP8_DECODE.decode["o"][16],
     LARGE_FP8_DECODE.decode["qkv"][32],
     LARGE_FP8_DECODE.decode["gate_up"][32],

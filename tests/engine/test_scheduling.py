@@ -238,6 +238,19 @@ def test_an_id_in_use_is_refused_and_free_afterwards() -> None:
     assert finish(engine)["a"].outputs[0].token_ids == text_after([2], 90)
 
 
+def test_an_engine_has_its_models_cache_until_it_is_closed() -> None:
+    engine = make_engine(10)
+    engine.add_request("a", [1], GREEDY)
+    engine.step()
+    with pytest.raises(InputError, match="0 of the KV cache's 10"):
+        engine.model.generate([[1, 2]], 3)
+    engine.close()
+    assert engine.model.cache.free_pages == 10
+    again = Engine(engine.model, None)
+    again.add_request("a", [2], GREEDY)
+    assert finish(again)["a"].outputs[0].token_ids == text_after([2], 90)
+
+
 @pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 4097}])
 def test_limits_that_make_no_engine_are_refused(options: Any) -> None:
     with pytest.raises(InputError, match=next(iter(options))):

@@ -191,7 +191,8 @@ def tested_plan(name: str) -> Plan:
     )
     few = BATCH_TILES[0]
     decode = {
-        op: {batch: spec for batch, spec in by.items() if batch <= few or spec.wgmma} for op, by in plan.decode.items()
+        op: {batch: spec for batch, spec in by.items() if batch <= max(few, min(by)) or spec.wgmma}
+        for op, by in plan.decode.items()
     }
     return replace(plan, prefill=prefill, prefill_bf16=prefill_bf16, decode=decode)
 

@@ -1,0 +1,69 @@
+"""The load on an engine, on the reference: what is counted, and what would be noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from futransformer.bench.subjects import serve
+from futransformer.bench.subjects.serve import Loop
+from futransformer.engine import Engine
+from futransformer.generator.config import load_config
+from tests.bench.conftest import CpuBench, ReferenceKernels
+from tests.engine.exact import ExactLlama
+
+CONFIG = replace(load_config("smollm2-135m"), num_hidden_layers=2, vocab_size=512, max_position_embeddings=1024)
+
+
+class TinyBench(CpuBench):
+    def library(  # type: ignore[override]
+        self, shape: str, precision: str = "bf16", *, batch_invariant: bool = False
+    ) -> ReferenceKernels:
+        return ReferenceKernels(CONFIG, precision)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "shape_config", lambda shape: CONFIG)
+    for name, value in {"STREAMS": 3, "PROMPT": 70, "OUTPUT": 7, "ROUNDS": 2, "ALONE_STEPS": 2, "PREFIX": 150}.items():
+        monkeypatch.setattr(serve, name, value)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-int4-head8", "fp8-int4-head8-kv4"])
+def test_a_closed_loop_is_told_in_five_rows(small: None, precision: str) -> None:
+    rows = serve.measure_streams("8b", precision, TinyBench())
+    assert [row["case"].split("/", 3)[3] for row in rows] == [
+        f"streams=3/{part}" for part in ("total", "first-token", "between-tokens", "step", "host")
+    ]
+    assert [row["unit"] for row in rows] == ["tokens/s", "ms", "ms", "ms", "ms"]
+    assert all(row["error"] == 0 and row["ours"] > 0 for row in rows)
+    _, first, between, step, host = rows
+    assert (first["samples"], between["samples"]) == (6, 6 * 6)
+    assert first["spread"][0] <= first["ours"] <= first["spread"][1] <= first["p99"]
+    assert step["beside"]["a decode step alone"] > 0
+    assert 0 < host["ours"] < step["ours"] * 1.001
+
+
+def test_a_shared_prefix_is_told_beside_one_that_is_not(small: None) -> None:
+    (row,) = serve.measure_prefix("8b", "bf16", TinyBench())
+    assert (row["samples"], row["error"]) == (3, 0)
+    assert row["beside"]["without shared pages"] > 0
+
+
+def test_answers_that_are_short_are_counted() -> None:
+    """The exact model ends one of these texts early if it may."""
+    engine: Any = Engine(ExactLlama(40), None)
+    loop = Loop(engine, [[[5, 6, 7]], [[1]]], 200)
+    loop.params = replace(loop.params, ignore_eos=False)
+    loop.run()
+    assert loop.wrong > 0
+    assert loop.generated < 400
+
+
+def test_every_case_names_its_precision() -> None:
+    cases = serve.cases()
+    assert cases[0].name == "serve/8b/fp8-int4-head8/streams=64"
+    assert all(case.precision == case.name.split("/")[2] for case in cases)
+    assert {case.precision for case in cases if case.default} == {"fp8-int4-head8", "bf16"}
