@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from futransformer.bench.runner import Bench
-from futransformer.bench.subjects import build, load, quantize
+from futransformer.bench.subjects import build, decode_host, load, quantize
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, InputError
 from futransformer.generator.plan import kernel_specs
 from futransformer.ops.interface import Stream
+from futransformer.sampling import Sampling
 from tests.bench.conftest import CpuBench, ReferenceKernels
 
 SMALL = "smollm2-135m"
@@ -96,3 +97,23 @@ def test_quantising_is_timed_on_a_random_model(monkeypatch: pytest.MonkeyPatch) 
 def test_a_failed_quantisation_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
         quantize.timed_quantise(tmp_path / "none", ())
+
+
+@pytest.mark.parametrize("sampling", decode_host.SAMPLINGS.values(), ids=list(decode_host.SAMPLINGS))
+@pytest.mark.parametrize("precision", ["bf16", "int4-head8"])
+def test_the_hosts_part_of_a_token_is_timed(
+    cpu_bench: CpuBench, monkeypatch: pytest.MonkeyPatch, precision: str, sampling: Sampling | None
+) -> None:
+    """All of the time, where nothing is waited for; wrong tokens are counted."""
+    small = replace(load_config(SMALL), num_hidden_layers=1, vocab_size=320)
+    monkeypatch.setattr(decode_host, "shape_config", lambda _: small)
+    monkeypatch.setattr(cpu_bench, "library", lambda shape, precision: ReferenceKernels(small, precision))
+    monkeypatch.setattr(decode_host, "RUNS", 2)
+    (row,) = decode_host.measure("a", "8b", precision, sampling, 2, 70, 3, cpu_bench)
+    assert row["case"] == "a"
+    assert row["unit"] == "us"
+    assert row["error"] == 0
+    assert 1 < row["spread"][0] <= row["ours"] <= row["spread"][1]
+    monkeypatch.setattr(ReferenceKernels, "argmax", lambda self, logits, out: out.fill_(320))
+    monkeypatch.setattr(ReferenceKernels, "sample", lambda self, logits, rows, out: out.fill_(320))
+    assert decode_host.measure("a", "8b", precision, sampling, 2, 70, 1, cpu_bench)[0]["error"] == 2

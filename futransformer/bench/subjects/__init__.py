@@ -19,6 +19,7 @@ SUBJECTS: tuple[str, ...] = (
     "attention_decode",
     "decode_block",
     "decode_step",
+    "decode_host",
     "serve",
     "quantize",
     "load",
