@@ -155,6 +155,9 @@ def run_cases(
 def run_host_case(case: HostCase, bench: Bench, outcome: Outcome, say: Say) -> None:
     """Append the rows that passed their own check."""
     for row in case.measure(bench):
+        for note in row.pop("notes", []):
+            outcome.notes.append(f"{row['case']}: {note}")
+            say(outcome.notes[-1])
         if row["error"] > row["tolerance"]:
             outcome.failed = True
             outcome.notes.append(f"{row['case']}: its check failed: {row['error']:g} things were not as they must be")
@@ -232,8 +235,9 @@ def make_row(
 
 
 def host_row(name: str, timing: Timing, *, error: float, unit: Unit = "s") -> Row:
-    """One row of a host case, a time; nothing may be wrong."""
-    ours, low, high = (_figure(seconds / SECONDS_PER_UNIT[unit]) for seconds in (timing.median, timing.p10, timing.p90))
+    """One row of a host case: a time in its unit, or a figure of another kind as it is; nothing may be wrong."""
+    scale = SECONDS_PER_UNIT.get(unit, 1.0)
+    ours, low, high = (_figure(value / scale) for value in (timing.median, timing.p10, timing.p90))
     return {
         "case": name,
         "ours": ours,

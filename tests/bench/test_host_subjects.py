@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from futransformer.bench.runner import Bench
-from futransformer.bench.subjects import build, decode_host, load
+from futransformer.bench.subjects import build, decode_host, load, quantize
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import BuildError
+from futransformer.generator.errors import BuildError, InputError
 from futransformer.generator.plan import kernel_specs
 from futransformer.ops.interface import Stream
 from futransformer.sampling import Sampling
@@ -69,6 +70,33 @@ def test_loading_is_timed_and_a_kernel_launched(monkeypatch: pytest.MonkeyPatch)
     untouched = lambda self, phase, table, indices: Stream(table, table, table)  # noqa: E731
     monkeypatch.setattr(ReferenceKernels, "gather_rows", untouched)
     assert load.measure(SMALL, bench)[0]["error"] > 0
+
+
+def test_quantising_is_timed_on_a_random_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real, with a short text; what errs more than the nearest codes, or is not there, is seen."""
+    tiny = replace(
+        load_config(SMALL),
+        num_hidden_layers=1,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    monkeypatch.setattr(quantize, "load_config", lambda name: tiny)
+    monkeypatch.setattr(quantize, "CALIBRATION", ("--calibration", "random", "--samples", "2", "--seqlen", "32"))
+    time_row, memory_row = quantize.measure("tiny", "gptq", CpuBench())
+    assert (time_row["case"], time_row["unit"], time_row["error"]) == ("quantize/tiny/gptq", "s", 0)
+    assert (memory_row["case"], memory_row["unit"]) == ("quantize/tiny/gptq/host memory", "GB")
+    assert 0.1 < memory_row["ours"] < 4, "torch alone takes some hundred MB"
+    worse = {"errors": {f"{index}": {"output": 2.0, "output_of_nearest": 1.0} for index in range(6)}}
+    monkeypatch.setattr(quantize, "timed_quantise", lambda model, method: (1.0, 10**9, worse))
+    assert [row["error"] for row in quantize.measure("tiny", "gptq", CpuBench())] == [7, 7]
+
+
+def test_a_failed_quantisation_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no folder"):
+        quantize.timed_quantise(tmp_path / "none", ())
 
 
 @pytest.mark.parametrize("sampling", decode_host.SAMPLINGS.values(), ids=list(decode_host.SAMPLINGS))

@@ -21,6 +21,7 @@ SUBJECTS: tuple[str, ...] = (
     "decode_step",
     "decode_host",
     "serve",
+    "quantize",
     "load",
     "build",
 )
