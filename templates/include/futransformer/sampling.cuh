@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "candidate.cuh"
-#include "cluster.cuh"
+#include "cluster_memory.cuh"
 #include "dependent_launch.cuh"
 #include "sampling_numbers.cuh"
 
