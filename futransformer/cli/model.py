@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
     from futransformer.model import Llama
     from futransformer.quantize.recipe import Fp8Recipe
+    from futransformer.sampling import Sampling
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -35,7 +36,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     run = subparsers.add_parser(
         "run",
         help="write text that continues or answers a prompt",
-        description="Write text, greedily: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
+        description="Write text: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
     )
     add_model(run)
     add_precision(run)
@@ -50,6 +51,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         action=argparse.BooleanOptionalAction,
         help="answer through the model's chat template, or continue the text (default: chat if there is a template)",
     )
+    _add_sampling(run)
     run.set_defaults(handler=_run)
 
 
@@ -69,7 +71,10 @@ def add_model(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
 
 def add_precision(parser: argparse.ArgumentParser, *, scales: bool = True) -> None:
     """Add what the model computes in; ``scales``: and a choice of FP8's."""
-    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument(
+        "--precision",
+        help=f"one of: {PRECISION_NAMES} (default: what a folder of ours names, else bf16)",
+    )
     if scales:
         _add_scales(parser)
 
@@ -82,13 +87,36 @@ def _add_scales(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedily")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens (default: of all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="of the fewest that hold P of the probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="of those P times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="divide logits of tokens seen (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default: 0)")
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    from futransformer.sampling import Sampling  # noqa: PLC0415 - see futransformer.cli
+
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed)
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
+    sampling = _sampling(args)
     text = args.prompt if args.prompt_file is None else _prompt_of(args.prompt_file)
     tokenizer = Tokenizer(model_folder(args.model))
+    choose_precision(args, tokenizer.folder)
     chat = tokenizer.can_chat if args.chat is None else args.chat
     prompt = tokenizer.encode_chat(text) if chat else tokenizer.encode_prompt(text)
     if not prompt:
@@ -102,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
 
     start = time.perf_counter()
-    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
+    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show, sampling=sampling)
     seconds = time.perf_counter() - start
     if not args.json:
         print(stream.rest())
@@ -123,6 +151,13 @@ def _run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
+
+
+def choose_precision(args: argparse.Namespace, folder: Path) -> None:
+    """Let the folder name the precision where --precision does not."""
+    from futransformer.quantize.description import named_precision  # noqa: PLC0415 - see futransformer.cli
+
+    args.precision = args.precision or named_precision(folder) or BF16.name
 
 
 def _prompt_of(path: Path) -> str:
