@@ -208,7 +208,7 @@ def test_sampling_reaches_the_engine(tokenizer: Tokenizer) -> None:
         ({"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64"),
         ({"prompt": "a" * (128 * 256 + 1)}, "prompt", "does not fit"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"prompt": "a", "seed": -1}, "seed", "0 .."),
+        ({"prompt": "a", "seed": 2**63}, "seed", "9223372036854775807"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not served"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "of a stream"),
         ({"prompt": [5, 1000]}, None, "outside the vocabulary"),
