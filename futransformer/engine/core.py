@@ -85,6 +85,7 @@ class Engine:
         self._arrivals = 0
         self._rate = Rate()
         self.waited = 0.0  # seconds of the last step that the host spent waiting for the device
+        self._unfinished = 0  # sequences
         self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
 
     def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
@@ -123,6 +124,7 @@ class Engine:
                 )
             )
         self._requests[request_id] = request
+        self._unfinished += params.n
         self._prompt_tokens += len(tokens)
         self._scheduler.add(request.sequences[0])  # the others wait until its pages can be shared
 
@@ -168,8 +170,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
-            waiting=sum(not each.finished for r in self._requests.values() for each in r.sequences)
-            - len(scheduler.running),
+            waiting=self._unfinished - len(scheduler.running),
             num_pages=scheduler.pool.num_pages,
             free_pages=scheduler.pool.free_pages,
             prompt_tokens=self._prompt_tokens,
@@ -280,6 +281,7 @@ class Engine:
         """Take a sequence out; what is in flight of it is not looked at."""
         sequence.finished = True
         sequence.request.unfinished -= 1
+        self._unfinished -= 1
         if sequence.index == 0 or sequence.request.siblings_queued:
             self._scheduler.remove(sequence)
 
