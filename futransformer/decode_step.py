@@ -6,7 +6,7 @@ The state of B sequences with room for W pages each stands at fixed addresses, s
 | --- | --- | --- | --- |
 | tokens | int32 | [B] | what the next step reads; a step leaves its choice here |
 | lengths | int32 | [B] | tokens in the cache; a step adds one. -1: no sequence; the row writes and attends nothing |
-| block_table | int32 | [B, W] | as in docs/architecture.md |
+| block_table | int32 | [B, W] | as in docs/architecture.md; -1 where there is no sequence |
 
 A step either gives logits to its caller, or chooses greedily, or is one of a *generation*: then it chooses as
 ``sampling`` says, and the rows whose text ends lose their sequence, on the device (``stops``, see Ops.end_step).

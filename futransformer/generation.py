@@ -11,6 +11,7 @@ When batches shrink depends on the texts alone, never on time: the same call giv
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,9 +38,7 @@ class _Note(NamedTuple):
     end: int
 
     def steps(self) -> list[list[int]]:
-        """Wait for them."""
-        if self.event is not None:
-            self.event.synchronize()
+        """Each step's tokens, when they are there."""
         log = self.tokens.tolist()
         return [log[step % LOG_STEPS] for step in range(self.first, self.end)]
 
@@ -69,6 +68,7 @@ class Generation:
         ahead = model.ops.capturable
         self.window, self._in_flight = (LOG_STEPS, 1) if ahead else (1, 0)
         self._rows = list(range(len(prompts)))  # the prompts of the batch
+        self.waited = 0.0  # seconds, for the device
         self._notes: deque[_Note] = deque()
         self._noted = 0  # steps of this batch
         self._given = 1  # tokens, of each text that goes on; those that are queued, too
@@ -125,7 +125,12 @@ class Generation:
     def _look(self, in_flight: int) -> None:
         """Wait for all notes but the last ``in_flight``, and tell of their tokens."""
         while len(self._notes) > in_flight:
-            for tokens in self._notes.popleft().steps():
+            note = self._notes.popleft()
+            if note.event is not None:
+                start = time.perf_counter()
+                note.event.synchronize()
+                self.waited += time.perf_counter() - start
+            for tokens in note.steps():
                 for index, token in zip(self._rows, tokens, strict=True):
                     if token >= 0:
                         self.texts[index].append(token)

@@ -42,7 +42,7 @@ from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
-from futransformer.quantize.description import check_sums
+from futransformer.quantize.description import check_sums, named_precision
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
@@ -100,7 +100,7 @@ class Llama:
         folder: Path | str,
         *,
         ops: Ops | None = None,
-        precision: str | Precision = "bf16",
+        precision: str | Precision | None = None,
         device: torch.device | str | None = None,
         cache_tokens: int = CACHE_TOKENS,
         max_rows: int = MAX_ROWS,
@@ -118,6 +118,7 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
+        ``precision``: None is what a folder of ours names, and BF16 of any other.
         INT4 weights of decode are rounded to nearest as they are loaded, unless the checkpoint is of INT4 codes: those
         stay as they are (``precision`` must have their groups). Prefill keeps a copy of its own type. Other codes are
         dequantised, which ``progress`` hears.
@@ -125,7 +126,8 @@ class Llama:
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         ``kv_scales`` are of a cache of E4M3, float32 [layers, 2] (futransformer.quantize.kv); None: a code is worth 1.
         """
-        folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
+        folder = Path(os.path.expanduser(folder))
+        precision = get_precision(precision or named_precision(folder) or "bf16")
         config = load_config(folder)
         check_mode(fp8_scales)
         if precision.prefill == E4M3:

@@ -12,4 +12,7 @@
 | runner | a subject's cases -> rows, within a budget |
 | results | the files |
 | report | results -> docs/performance.md, tables and plots |
+| accuracy, accuracy_fp8, accuracy_int4 | kernels beside the reference on a real model and text, one precision |
+| perplexity | what a quantised model costs beside its baseline |
+| accuracy_report | results of those -> docs/accuracy.md |
 """

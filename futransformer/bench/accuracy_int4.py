@@ -14,7 +14,7 @@ eighths are decoded on the cache that this wrote, and the rest is read as anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,19 @@ class DecodeInPasses(ReferenceOps):
     Where the cache has an INT4 copy, a prefill attends that, as decode would.
     """
 
+    gains: tuple[Tensor, ...] = ()  # of norms, where decode has them in x: in the order in which x is written
+    _left: Iterator[Tensor] = iter(())
+    _x: Tensor  # what decode's next projection reads; a prefill's reads the residual stream
     _written: Tensor | None = None  # the copy that qkv wrote last: attention is of the same layer
 
-    def qkv(self, phase: Phase, *rest: Any, kv_copy: Tensor | None = None, **options: Any) -> Tensor:
+    def qkv(self, phase: Phase, x: Tensor, *rest: Any, kv_copy: Tensor | None = None, **options: Any) -> Tensor:
         """See Ops.qkv."""
         self._written = kv_copy
-        return super().qkv("decode", *rest, kv_copy=kv_copy, **options)
+        return super().qkv("decode", self._x, *rest, kv_copy=kv_copy, **options)
+
+    def gate_up(self, phase: Phase, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """See Ops.gate_up."""
+        return super().gate_up("decode", self._x, *rest, **options)
 
     def _attention_to(
         self, k_pages: Tensor, v_pages: Tensor, kv_scale: Tensor | None, _: Tensor | None, *rest: Any
@@ -69,10 +76,16 @@ class DecodeInPasses(ReferenceOps):
         gain: Tensor | None = None,
     ) -> Stream:
         """See Ops.gather_rows."""
-        return super().gather_rows("decode", table, indices, fp8=fp8, gain=gain)
+        self._left = iter(self.gains)
+        return self._keep(super().gather_rows("decode", table, indices, fp8=fp8, gain=next(self._left, gain)))
 
     def _add_linear(self, phase: Phase, *rest: Any) -> Stream:
-        return super()._add_linear("decode", *rest)
+        rest = (*rest[:-1], next(self._left, rest[-1]))  # the last is a gain
+        return self._keep(super()._add_linear("decode", *rest))
+
+    def _keep(self, stream: Stream) -> Stream:
+        self._x = stream.x
+        return stream
 
     def lm_head(self, phase: Phase, x: Tensor, sumsq: Tensor, weight: Tensor) -> Tensor:
         """See Ops.lm_head; x is the residual stream, which a prefill's head reads."""
@@ -91,6 +104,8 @@ def reading_as_decoding(model: Llama) -> Llama:
         layers.append(LayerWeights(**parts))
     head = {**model.weights.lm_head, "prefill": model.weights.lm_head["decode"]}
     model.weights = replace(model.weights, layers=layers, lm_head=head)
+    assert isinstance(model.ops, DecodeInPasses)
+    model.ops.gains = tuple(model.weights.gains)
     return model
 
 
@@ -160,6 +175,9 @@ def rows(
         for kind, ops in (("float32", DecodeInPasses), ("float64", DoubleDecodeInPasses))
     }
     bf16 = Llama.from_pretrained(
-        model, ops=ReferenceOps(config, device=ours.ops.device), cache_tokens=options["cache_tokens"]
+        model,
+        precision="bf16",
+        ops=ReferenceOps(config, device=ours.ops.device),
+        cache_tokens=options["cache_tokens"],
     )
     return perplexity_rows(ours, references, bf16, tokens, called)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from futransformer.bench.runner import Bench
 
 Regime = Literal["burst", "sustained", "steady"]
-Unit = Literal["TFLOP/s", "ms", "us", "s"]
+Unit = Literal["TFLOP/s", "ms", "us", "s", "GB"]
 RATES = ("TFLOP/s", "tokens/s")  # of which more is better; of the other units less is
 Row = dict[str, Any]  # one row of a results file
 

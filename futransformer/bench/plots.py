@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ RIVALS = ("#30638e", "#6a994e", "#edae49", "#8d6a9f", "#767676")
 ROWS_HIGH = 0.26  # inches of one bar
 
 
-def draw(content: dict[str, Any], path: Path) -> None:
-    """Draw one subject's rows that have rivals; figures of one unit share an axis that starts at zero."""
+@contextmanager
+def canvas(salt: str, size: tuple[float, float], path: Path) -> Iterator[Any]:
+    """A figure of ``size`` inches, written to ``path`` behind the block; a fixed salt and no date: the same bytes."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415 - optional
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -26,11 +28,18 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
     from matplotlib import rc_context  # noqa: PLC0415
 
+    with rc_context({"svg.hashsalt": salt, "font.size": 8, "svg.fonttype": "none"}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Draw one subject's rows that have rivals; figures of one unit share an axis that starts at zero."""
     rows = [row for row in content["rows"] if row.get("rivals")]
     names = ["ours", *dict.fromkeys(name for row in rows for name in others(row))]
-    # A fixed salt and no date: the same results give the same bytes.
-    with rc_context({"svg.hashsalt": content["subject"], "font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 1 + ROWS_HIGH * sum(len(others(row)) + 1.6 for row in rows)), layout="constrained")
+    height = 1 + ROWS_HIGH * sum(len(others(row)) + 1.6 for row in rows)
+    with canvas(content["subject"], (8, height), path) as figure:
         axes = figure.add_subplot()
         top = _bars(axes, rows, names, content["subject"])
         axes.set_ylim(top + 0.8, -0.8)
@@ -43,7 +52,6 @@ def draw(content: dict[str, Any], path: Path) -> None:
             loc="lower right",
             frameon=False,
         )
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
 
 
 def others(row: Row) -> dict[str, float]:

@@ -26,6 +26,7 @@ from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.quantize.description import sha256_of
 
 BF16 = "bf16"
+NUMBERS = re.compile(r"\[[-+.e\d,\s]+\]")
 SOURCE = Path(__file__).resolve().parent
 
 
@@ -94,11 +95,25 @@ def document(
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
-    """Write ``folder``/SUBJECT.json, of another precision than BF16 SUBJECT-PRECISION.json, and return its path."""
+    """Write ``folder``/SUBJECT.json, of another precision than BF16 SUBJECT-PRECISION.json, and return its path.
+
+    A file of a model, SUBJECT-MODEL.json, has long lists of numbers on one line.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem(content)}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1)
+    text = NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text) if "model" in content else text
+    path.write_text(text + "\n")
     return path
+
+
+def merge(folder: Path, content: dict[str, Any]) -> Path:
+    """``write``, but keep the file's rows of other cases: each says itself when and of which commit it was measured."""
+    path = folder / f"{stem(content)}.json"
+    told = {key: content[key] for key in ("commit", "dirty", "date")}
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    rows = {row["case"]: row for row in kept} | {row["case"]: row | told for row in content["rows"]}
+    return write(folder, content | {"rows": [rows[case] for case in sorted(rows)]})
 
 
 def precision_of(content: dict[str, Any]) -> str:
@@ -109,8 +124,8 @@ def precision_of(content: dict[str, Any]) -> str:
 
 def stem(content: dict[str, Any]) -> str:
     """The name of a file and of its plot."""
-    precision = precision_of(content)
-    return f"{content['subject']}" + ("" if precision == BF16 else f"-{precision}")
+    parts = [content["subject"], content.get("model", ""), precision_of(content)]
+    return "-".join(part for part in parts if part and part != BF16)
 
 
 def _output(*command: str) -> str:

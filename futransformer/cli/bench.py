@@ -1,4 +1,4 @@
-"""The command that measures: ``bench SUBJECT...``, ``bench accuracy``, ``bench list``, and ``bench report``.
+"""The command that measures: ``bench SUBJECT...``, ``accuracy``, ``perplexity``, ``list``, and ``report``.
 
 Rows go to one JSON file a subject and precision; what was left out, and why, to standard error and into the file.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_SECONDS = 240.0  # a subject
-ACCURACY, LIST, REPORT = "accuracy", "list", "report"
+ACCURACY, PERPLEXITY, LIST, REPORT = "accuracy", "perplexity", "list", "report"
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -37,7 +37,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         nargs="+",
         metavar="SUBJECT",
         help="what to measure, the first part of the names that `bench list` prints; or alone: all (of them); accuracy "
-        "(on a model: --model and --text); list (print every case); report (the results, into docs/performance.md)",
+        "(on a model: --model and --text); perplexity (of a quantised model beside its --baseline); list (print every "
+        "case); report (the results, into docs/performance.md and docs/accuracy.md)",
     )
     bench.add_argument(
         "--only",
@@ -61,11 +62,27 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--output", type=Path, metavar="FOLDER", help="the results' folder (default: benchmarks/results/CARD)"
     )
     bench.add_argument("--json", action="store_true", help="print the results files instead of a line a row")
-    bench.add_argument("--model", metavar="MODEL", help="accuracy: a Hugging Face folder, or smollm2-135m")
-    bench.add_argument("--text", type=Path, metavar="FILE", help="accuracy: UTF-8 text to score, or wikitext2")
+    bench.add_argument("--model", metavar="MODEL", help="accuracy, perplexity: a Hugging Face folder, or smollm2-135m")
     bench.add_argument(
-        "--precision", default="bf16", help="accuracy: bf16, fp8 (of the prefill), or one of codes in decode"
+        "--text", type=Path, metavar="FILE", help="accuracy, perplexity: UTF-8 text to score, or wikitext2"
     )
+    bench.add_argument(
+        "--precision",
+        default="bf16",
+        help="accuracy: bf16, fp8 (of the prefill), or one of codes in decode; perplexity: any, "
+        "several with commas between",
+    )
+    bench.add_argument(
+        "--baseline",
+        metavar="MODEL",
+        help="perplexity: the model in BF16 that --model was made from (default: --model)",
+    )
+    bench.add_argument(
+        "--label",
+        metavar="NAME",
+        help="perplexity: how the weights were made, for the rows' names (default: as the folder says)",
+    )
+    bench.add_argument("--windows", type=int, metavar="N", help="perplexity: score the first N windows (default: all)")
     bench.add_argument(
         "--calibration", type=Path, metavar="FILE", help="accuracy: UTF-8 text for FP8 scales (default: a page of ours)"
     )
@@ -89,6 +106,8 @@ def _bench(args: argparse.Namespace) -> int:
         return _list(args)
     if ACCURACY in args.subjects:
         return _accuracy(args)
+    if PERPLEXITY in args.subjects:
+        return _perplexity(args)
     return _measure(args)
 
 
@@ -104,7 +123,8 @@ def _report(args: argparse.Namespace) -> int:
 
     card = results.default_folder()
     folder = args.output or (card if card.is_dir() else card.parent / "h200")
-    print(report.write(folder, Path("docs")))
+    for page in report.write(folder, Path("docs")):
+        print(page)
     return 0
 
 
@@ -143,6 +163,31 @@ def _accuracy(args: argparse.Namespace) -> int:
         rows = accuracy.rows(model, text, args.kernels)
     content = results.document(ACCURACY, where, rows, precision=precision.name)
     path = results.write(args.output or results.default_folder(), content)
+    print(json.dumps(content, indent=1) if args.json else path)
+    return 0
+
+
+def _perplexity(args: argparse.Namespace) -> int:
+    from futransformer.bench import perplexity, results  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.cli.model import model_folder, read_text  # noqa: PLC0415
+
+    _alone(args, PERPLEXITY)
+    if args.model is None or args.text is None:
+        raise InputError("bench perplexity needs --model MODEL and --text FILE")
+    precisions = [get_precision(name).name for name in args.precision.split(",")]
+    _, text = read_text(args.text, named=True)
+    where = results.environment(args.commit)
+    rows = perplexity.rows(
+        model_folder(args.model),
+        text,
+        precisions,
+        baseline=None if args.baseline is None else model_folder(args.baseline),
+        label=args.label,
+        windows=args.windows,
+        kernels=args.kernels,
+    )
+    content = results.document(PERPLEXITY, where, rows) | {"model": rows[0]["case"].split("/")[1]}
+    path = results.merge(args.output or results.default_folder(), content)
     print(json.dumps(content, indent=1) if args.json else path)
     return 0
 

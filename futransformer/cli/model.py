@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ def add_parsers(subparsers: Subparsers) -> None:
     )
     add_model(run)
     add_precision(run)
-    run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
+    prompt = run.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="what to continue, or the message to answer")
+    prompt.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="the same from a UTF-8 file without its last newline; -: stdin"
+    )
     run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
     run.add_argument(
         "--chat",
@@ -51,8 +55,8 @@ def add_parsers(subparsers: Subparsers) -> None:
     run.set_defaults(handler=_run)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and where it runs."""
+def add_model(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """Add MODEL and where it runs; ``json``: and the form of the result."""
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
     parser.add_argument("--reference", action="store_true", help="compute on the CPU reference, even beside a GPU")
     parser.add_argument(
@@ -61,12 +65,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="kernels that `futransformer build -o` exported; without a Hopper GPU the reference computes, and says so",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
-    """Add what the model computes in."""
-    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+def add_precision(parser: argparse.ArgumentParser, *, scales: bool = True) -> None:
+    """Add what the model computes in; ``scales``: and a choice of FP8's."""
+    parser.add_argument(
+        "--precision",
+        help=f"one of: {PRECISION_NAMES} (default: what a folder of ours names, else bf16)",
+    )
+    if scales:
+        _add_scales(parser)
+
+
+def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp8-scales",
         choices=("frozen", "running"),
@@ -101,11 +114,13 @@ def _run(args: argparse.Namespace) -> int:
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
     sampling = _sampling(args)
+    text = args.prompt if args.prompt_file is None else _prompt_of(args.prompt_file)
     tokenizer = Tokenizer(model_folder(args.model))
+    choose_precision(args, tokenizer.folder)
     chat = tokenizer.can_chat if args.chat is None else args.chat
-    prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
+    prompt = tokenizer.encode_chat(text) if chat else tokenizer.encode_prompt(text)
     if not prompt:
-        raise InputError("the prompt is empty: give --prompt at least one word")
+        raise InputError("the prompt is empty: give at least one word")
     model = load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
     stream = TextStream(tokenizer)
 
@@ -124,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     report = {
         **what_computed(model, args.precision),
-        "prompt": args.prompt,
+        "prompt": text,
         "chat": chat,
         "prompt_tokens": len(prompt),
         "new_tokens": len(tokens),
@@ -136,6 +151,25 @@ def _run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
+
+
+def choose_precision(args: argparse.Namespace, folder: Path) -> None:
+    """Let the folder name the precision where --precision does not."""
+    from futransformer.quantize.description import named_precision  # noqa: PLC0415 - see futransformer.cli
+
+    args.precision = args.precision or named_precision(folder) or BF16.name
+
+
+def _prompt_of(path: Path) -> str:
+    """The text of a file, or of standard input, without the newline that editors and ``echo`` end it with."""
+    if str(path) == "-":
+        if sys.stdin is None:
+            raise InputError("--prompt-file -: standard input is closed; name a file")
+        try:
+            return sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"--prompt-file -: standard input is not UTF-8 text: {error}") from error
+    return read_text(path, "--prompt-file")[1].removesuffix("\n")
 
 
 def what_computed(model: Llama, precision: str) -> dict[str, str]:

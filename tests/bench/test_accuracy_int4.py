@@ -46,7 +46,7 @@ def test_reading_in_passes_is_decoding(tiny_base_model: Path) -> None:
     decoded = score(load(tiny_base_model, ReferenceOps), TOKENS, through="decode", **options).nll
     read = score(reading_as_decoding(load(tiny_base_model, DecodeInPasses)), TOKENS, **options).nll
     prefill = score(load(tiny_base_model, ReferenceOps), TOKENS, **options).nll
-    assert (read - decoded).std() < 0.02 * (prefill - decoded).std()
+    assert (read - decoded).std() < 0.01 * (prefill - decoded).std()
 
 
 @pytest.mark.parametrize("precision", ["int4-g32-asym-kv4", "bf16-kv4-min", "bf16-kv8-kv4-head-h64"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from futransformer.bench import report, results
+from futransformer.bench import accuracy_report, report, results
 from futransformer.cli import main
 from futransformer.generator.errors import InputError
 
@@ -90,8 +90,12 @@ def folder(tmp_path: Path) -> Path:
     return written
 
 
+def timed(folder: Path) -> list[dict[str, Any]]:
+    return [content for content in report.read(folder) if content["subject"] not in report.ACCURACY]
+
+
 def test_tables(folder: Path) -> None:
-    text = report.render(report.read(folder))
+    text = report.render(timed(folder))
     assert text.index("## One layer of a decode step") < text.index("## Loading kernels")  # in the subjects' order
     lines = text.splitlines()
     assert "| case | ours (us) | p10 to p90 | torch-bf16 | torch-int4 | ratio | % of ceiling |" in lines
@@ -116,7 +120,7 @@ def test_fp8_stands_apart_from_bf16(folder: Path) -> None:
         "gateup_swiglu-fp8",
         "decode_block",
     ]
-    text = report.render(contents)
+    text = report.render(content for content in contents if content["subject"] not in report.ACCURACY)
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings[:2] == ["## Gate and up projections with SwiGLU", "## Gate and up projections with SwiGLU, FP8"]
     assert "| 8b/bf16/M=2048/burst | 33.1 | 32.9 to 33.6 | 40 | **2.67** | 76 |" in text
@@ -142,10 +146,13 @@ def test_a_plot_shows_what_ran_beside_the_rivals(tmp_path: Path) -> None:
 
 def test_the_committed_results_can_be_told() -> None:
     committed = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
-    text = report.render(report.read(committed))
-    assert "## Accuracy on a real model" in text
-    assert "perplexity/smollm2-135m/bf16/through=prefill/ctx=1024/windows=296" in text
-    assert "accuracy.svg" not in text  # perplexities are no speeds
+    text = report.render(timed(committed))
+    assert "## A whole prefill, FP8" in text
+    assert "perplexity" not in text
+    told = accuracy_report.render([each for each in report.read(committed) if each["subject"] in report.ACCURACY])
+    assert "## What quantisation costs: smollm2-135m" in told
+    assert "| fp8 | gptq+auto:10 | bf16 | prefill | 296 | 25.116 |" in told
+    assert "perplexity/smollm2-135m/bf16/through=prefill/ctx=1024/windows=296" in told
 
 
 def test_what_people_wrote_stays(folder: Path, tmp_path: Path) -> None:
@@ -154,8 +161,10 @@ def test_what_people_wrote_stays(folder: Path, tmp_path: Path) -> None:
     docs.mkdir()
     page = docs / "performance.md"
     page.write_text(f"# Performance\n\nOurs, by hand.\n\n{report.MARKER}\n\nold tables\n")
-    report.write(folder, docs)
+    assert report.write(folder, docs) == [page, docs / "accuracy.md"]
+    assert "| p | 1 | x | a 2 |" in (docs / "accuracy.md").read_text()
     text = page.read_text()
+    assert "| p |" not in text
     assert text.startswith(f"# Performance\n\nOurs, by hand.\n\n{report.MARKER}\n")
     assert "old tables" not in text
     assert "8b/int4/B=1/ctx=1024" in text
