@@ -63,7 +63,7 @@ class Runner:
         self._nobody = slots
         self._lengths = np.full(slots + 1, NOBODY, dtype=np.int32)
         self._table = np.full((slots + 1, page_bucket(pages_for(max_model_len))), NOBODY, dtype=np.int32)
-        # Short passes have one width, so that they are few graphs. Those of longer sequences are mostly too long for one.
+        # Short passes have one width, so that they are few graphs; of longer sequences most passes are not short.
         self._width = min(self._table.shape[1], 32)
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         self._chooser = Chooser(model.ops, model.config.vocab_size, slots)
