@@ -206,7 +206,7 @@ def test_sampling_reaches_the_engine(tokenizer: Tokenizer) -> None:
         ({"prompt": "a", "stop": [""]}, "stop", "empty string"),
         ({"prompt": "a", "stop": [1]}, "stop", "valid string"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"prompt": "a", "seed": -1}, "seed", "0 .."),
+        ({"prompt": "a", "seed": 2**63}, "seed", "seed is -"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not served"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "of a stream"),
         ({"prompt": [5, 1000]}, None, "outside the vocabulary"),
