@@ -46,7 +46,7 @@ class LLM:
     ) -> None:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
 
-        ``precision``: by default what a folder of ours names, else BF16.
+        The precision is by default what a folder of ours names, else BF16.
 
         The cache has ``num_pages`` pages of 64 tokens; by default as many as fit into ``gpu_memory_utilization`` of the
         GPU's memory beside the weights, and on the CPU room for 16,384 tokens. ``options`` are those of
