@@ -43,8 +43,8 @@ class LLM:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; in the
-        precision that a folder of ours names, else BF16, by default.
+        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; by
+        default in the precision that a folder of ours names, else in BF16.
 
         The cache has ``num_pages`` pages of 64 tokens; by default as many as fit into ``gpu_memory_utilization`` of the
         GPU's memory beside the weights, and on the CPU room for 16,384 tokens. ``options`` are those of
