@@ -4,20 +4,23 @@ The state of B sequences with room for W pages each stands at fixed addresses, s
 
 | tensor | type | shape | |
 | --- | --- | --- | --- |
-| tokens | int32 | [B] | what the next step reads; a step leaves its greedy choice here |
-| lengths | int32 | [B] | tokens in the cache; a step adds one; -1: no sequence, the row is there to fill the shape |
+| tokens | int32 | [B] | what the next step reads; a step leaves its choice here |
+| lengths | int32 | [B] | tokens in the cache; a step adds one. -1: no sequence; the row writes and attends nothing |
 | block_table | int32 | [B, W] | as in docs/architecture.md; -1 where there is no sequence |
 
-A row of no sequence writes no K and V, for its slot is negative, and attends nothing, for its length becomes zero.
+A step either gives logits to its caller, or chooses greedily, or is one of a *generation*: then it chooses as
+``sampling`` says, and the rows whose text ends lose their sequence, on the device (``stops``, see Ops.end_step).
 
-A graph is captured when a step of the same shape runs for the second time: the first allocates the workspaces. Eager
-steps and replays launch the same kernels with the same arguments, so they give the same bits. Shapes are few: the
-pages that attention is launched for come in ``page_bucket`` steps.
+A graph is captured when a step of the same shape and kind runs for the second time: the first allocates the
+workspaces. Eager steps and replays launch the same kernels with the same arguments, so they give the same bits. Shapes
+are few: the pages that attention is launched for come in ``page_bucket`` steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,57 +28,114 @@ from torch import Tensor
 from futransformer.blocks import DecodePass
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.graphs import capture
-from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, token_slots, upload
-from futransformer.ops.interface import Ops
+from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
+from futransformer.ops.interface import Ops, StepRows, Stops
+from futransformer.sampling import Sampling, SamplingRows
 
-# Tokens and rows, and whether logits are asked for, float32 [B, vocab_size]. The next tokens take the tokens' place.
-Forward = Callable[[Tensor, DecodePass, bool], Tensor | None]
+LOG_STEPS = 8  # of a generation, that the device notes for the host
+
+# Tokens and rows, and whether logits are asked for, float32 [B, vocab_size]. The next tokens take the tokens' place:
+# the likeliest, or what the settings say.
+Forward = Callable[[Tensor, DecodePass, bool, SamplingRows | None], Tensor | None]
+Kind = Literal["greedy", "logits", "generation", "sampled generation"]
 
 
 class DecodeStep:
     """The step of a batch of ``batch`` sequences of at most ``width`` pages."""
 
-    def __init__(self, ops: Ops, forward: Forward, batch: int, width: int) -> None:
-        """``forward`` runs the model on one token a sequence, and leaves the likeliest next ones in their place."""
+    def __init__(self, ops: Ops, forward: Forward, batch: int, width: int, vocab_size: int) -> None:
+        """``forward`` runs the model on one token a sequence, and leaves the next ones in their place."""
+
+        def rows(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(batch, dtype=dtype, device=ops.device)
+
         self.ops = ops
         self.forward = forward
-        self.rows = torch.arange(batch, device=ops.device)
-        self.tokens = torch.zeros(batch, dtype=torch.int32, device=ops.device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=ops.device)
+        self.vocab_size = vocab_size
+        self.tokens = rows()
+        self.lengths = rows()
         self.block_table = torch.zeros(batch, width, dtype=torch.int32, device=ops.device)
-        # by pages, and whether it gives logits; None: has run eagerly
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor | None] | None] = {}
+        self.rows = StepRows(self.lengths, self.block_table, rows(), rows(torch.int64), rows())
+        words = -(-vocab_size // 32)
+        self.stops = Stops(
+            left=rows(),
+            ends=torch.zeros(words, dtype=torch.int32, device=ops.device),
+            log=torch.zeros(LOG_STEPS, batch, dtype=torch.int32, device=ops.device),
+            steps=torch.zeros(1, dtype=torch.int32, device=ops.device),
+        )
+        self.sampling: SamplingRows | None = None  # of this generation; its tensors stay where graphs read them
+        self._sampling: SamplingRows | None = None  # the same tensors, when none is under way
+        # by pages and kind; None: has run eagerly
+        self._graphs: dict[tuple[int, Kind], tuple[torch.cuda.CUDAGraph, Tensor | None] | None] = {}
 
     def load(self, sequences: Sequence[CachedSequence], cache: KVCache) -> None:
         """Put the sequences' lengths and pages on the device."""
         self.lengths.copy_(upload([sequence.length for sequence in sequences], torch.int32, cache.device))
         self.block_table.copy_(cache.block_table(sequences, self.block_table.shape[1]))
 
+    def begin_generation(
+        self, left: Sequence[int], ends: Tensor, settings: Sequence[Sampling] | None, seen: Tensor | None
+    ) -> None:
+        """Each row may be given ``left`` tokens, and ends at any of ``ends`` (``pack_seen``); its tokens are chosen as
+        ``settings`` say, None: greedily. ``seen`` are the tokens to penalise, as SamplingRows has them.
+        """
+        device = self.lengths.device
+        self.stops.left.copy_(upload(left, torch.int32, device))
+        self.stops.ends.copy_(ends)
+        self.stops.steps.zero_()
+        self.sampling = None
+        if settings is None:
+            return
+        if self._sampling is None:
+            words = self.stops.ends.shape[0]
+            blank = torch.zeros(len(left), words, dtype=torch.int32, device=device)
+            self._sampling = SamplingRows.of(settings, self.lengths, blank)
+        self.sampling = self._sampling
+        asked = SamplingRows.of(settings, self.lengths, seen)
+        for field in fields(SamplingRows):
+            target, given = getattr(self.sampling, field.name), getattr(asked, field.name)
+            if target is not self.lengths:
+                target.copy_(given)
+
     def run(self, longest: int, *, logits: bool) -> Tensor | None:
         """One step; ``logits`` [B, vocab_size] if asked for, valid until the next. ``longest`` is the longest length
         after the step.
         """
-        kind = min(page_bucket(pages_for(longest)), self.block_table.shape[1]), logits
-        if not self.ops.capturable or kind not in self._graphs:
-            self._graphs.setdefault(kind, None)
-            return self._run(*kind)
-        captured = self._graphs[kind]
+        return self._launch(longest, "logits" if logits else "greedy")
+
+    def run_generation(self, longest: int) -> None:
+        """One step of a generation, of which the host need know nothing."""
+        self._launch(longest, "generation" if self.sampling is None else "sampled generation")
+
+    def end(self) -> None:
+        """Take the tokens that were chosen: note them, and let the rows go whose text ends with them."""
+        self.ops.end_step(self.tokens, self.lengths, self.stops)
+
+    def _launch(self, longest: int, kind: Kind) -> Tensor | None:
+        pages = min(page_bucket(pages_for(longest)), self.block_table.shape[1])
+        if not self.ops.capturable or (pages, kind) not in self._graphs:
+            self._graphs.setdefault((pages, kind), None)
+            return self._run(pages, kind)
+        captured = self._graphs[pages, kind]
         if captured is None:
-            captured = self._graphs[kind] = self._capture(*kind)
+            captured = self._graphs[pages, kind] = self._capture(pages, kind)
         graph, found = captured
         graph.replay()
         return found
 
-    def _capture(self, pages: int, logits: bool) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    def _capture(self, pages: int, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         graph = torch.cuda.CUDAGraph()
         with capture(graph):
-            found = self._run(pages, logits)
+            found = self._run(pages, kind)
         return graph, found
 
-    def _run(self, pages: int, logits: bool) -> Tensor | None:
-        positions = self.lengths.clamp(min=0)
-        slots = token_slots(self.block_table, self.rows, positions)
-        self.lengths += 1
-        rows = DecodePass(positions, slots, self.block_table, self.lengths, pages * PAGE_SIZE)
+    def _run(self, pages: int, kind: Kind) -> Tensor | None:
+        self.ops.begin_step(self.rows)
+        _, table, positions, slots, seqlens_k = self.rows
+        rows = DecodePass(positions, slots, table, seqlens_k, pages * PAGE_SIZE)
         with self.ops.chain():
-            return self.forward(self.tokens, rows, logits)
+            sampling = self.sampling if kind == "sampled generation" else None
+            found = self.forward(self.tokens, rows, kind == "logits", sampling)
+            if kind in ("generation", "sampled generation"):
+                self.end()
+            return found

@@ -36,11 +36,14 @@ from futransformer.ops.interface import (
     NextTokens,
     Phase,
     Projection,
+    StepRows,
+    Stops,
     Stream,
 )
 from futransformer.ops.projections import ProjectionGemm, Projections
 from futransformer.ops.rows import Argmax, ArgmaxParts, GatherRows
 from futransformer.ops.sampling import Sample
+from futransformer.ops.step import StepBegin, StepEnd
 from futransformer.ops.validate import check_phase
 from futransformer.packing import pack_decode, pack_e4m3, pack_int4, pack_prefill, pack_scale
 from futransformer.quantize.fp8 import Fp8Weight
@@ -106,6 +109,8 @@ class KernelLibrary:
         self._argmax = Argmax(kernel(plan.argmax))
         self._argmax_parts = ArgmaxParts(kernel(plan.argmax_parts))
         self._sample = Sample(kernel(plan.sample))
+        self._step_begin = StepBegin(kernel(plan.step_begin))
+        self._step_end = StepEnd(kernel(plan.step_end))
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -313,6 +318,14 @@ class KernelLibrary:
     def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
         """See Ops.sample."""
         return self._sample(logits, rows, out)
+
+    def begin_step(self, rows: StepRows) -> None:
+        """See Ops.begin_step."""
+        self._step_begin(rows)
+
+    def end_step(self, tokens: Tensor, lengths: Tensor, stops: Stops) -> None:
+        """See Ops.end_step."""
+        self._step_end(tokens, lengths, stops)
 
 
 def load_kernels(

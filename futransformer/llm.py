@@ -14,10 +14,11 @@ from futransformer.engine.outputs import RequestOutput
 from futransformer.engine.params import SamplingParams
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
-from futransformer.generator.precision import E4M3, Precision, get_precision
+from futransformer.generator.precision import BF16, E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.memory import pages_that_fit
 from futransformer.model import CACHE_TOKENS, MAX_ROWS, Llama, pick_device
+from futransformer.quantize.description import named_precision
 from futransformer.quantize.folder import read_recipe
 from futransformer.tokenizer import Message, Tokenizer
 
@@ -32,7 +33,7 @@ class LLM:
         self,
         model: Path | str,
         *,
-        precision: str | Precision = "bf16",
+        precision: str | Precision | None = None,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
@@ -42,7 +43,8 @@ class LLM:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference.
+        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; in the
+        precision that a folder of ours names, else BF16, by default.
 
         The cache has ``num_pages`` pages of 64 tokens; by default as many as fit into ``gpu_memory_utilization`` of the
         GPU's memory beside the weights, and on the CPU room for 16,384 tokens. ``options`` are those of
@@ -51,6 +53,7 @@ class LLM:
         """
         folder = Path(os.path.expanduser(model))
         self.tokenizer = Tokenizer(folder)
+        precision = precision or named_precision(folder) or BF16.name
         if num_pages is None:
             num_pages = _pages(folder, get_precision(precision), gpu_memory_utilization, options)
         llama = Llama.from_pretrained(folder, precision=precision, cache_tokens=num_pages * PAGE_SIZE, **options)

@@ -31,6 +31,7 @@ from futransformer.checkpoint import load_checkpoint
 from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem, require_hopper
 from futransformer.fp8_scaling import Fp8Scales, Fp8Scaling, check_mode
+from futransformer.generation import Generation, OnToken
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.kv_format import KvFormat
@@ -41,10 +42,11 @@ from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
-from futransformer.quantize.description import check_sums
+from futransformer.quantize.description import check_sums, named_precision
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
+from futransformer.sampling import Sampling, SamplingRows
 from futransformer.weights import LlamaWeights, load_weights, serving
 
 if TYPE_CHECKING:
@@ -53,8 +55,6 @@ if TYPE_CHECKING:
 CACHE_TOKENS = 16384  # default size of the KV cache
 TOKENS_AHEAD = 128  # that decode reserves pages for at a time: the block table changes once in so many steps
 MAX_ROWS = 8192  # rows of one prefill pass: enough to fill a GPU, few enough that activations stay small
-
-OnToken = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Llama:
         folder: Path | str,
         *,
         ops: Ops | None = None,
-        precision: str | Precision = "bf16",
+        precision: str | Precision | None = None,
         device: torch.device | str | None = None,
         cache_tokens: int = CACHE_TOKENS,
         max_rows: int = MAX_ROWS,
@@ -118,6 +118,7 @@ class Llama:
         long. A model that does not fit the device's memory is refused before its weights are read. With
         ``batch_invariant`` a sequence decodes to the same bits in any batch of 1 to 8.
 
+        ``precision``: None is what a folder of ours names, and BF16 of any other.
         INT4 weights of decode are rounded to nearest as they are loaded, unless the checkpoint is of INT4 codes: those
         stay as they are (``precision`` must have their groups). Prefill keeps a copy of its own type. Other codes are
         dequantised, which ``progress`` hears.
@@ -125,7 +126,8 @@ class Llama:
         folder's. ``fp8_scales``: they stay as calibrated, or follow what is read (futransformer.fp8_scaling).
         ``kv_scales`` are of a cache of E4M3, float32 [layers, 2] (futransformer.quantize.kv); None: a code is worth 1.
         """
-        folder, precision = Path(os.path.expanduser(folder)), get_precision(precision)
+        folder = Path(os.path.expanduser(folder))
+        precision = get_precision(precision or named_precision(folder) or "bf16")
         config = load_config(folder)
         check_mode(fp8_scales)
         if precision.prefill == E4M3:
@@ -317,7 +319,7 @@ class Llama:
             )
         if self._room == 0:
             self._make_room()
-        step = self._ready_step()
+        step = self.ready_step()
         if tokens is not step.tokens:
             step.tokens.copy_(tokens)
         self._room -= 1
@@ -335,7 +337,7 @@ class Llama:
         self.reserve([1] * len(self.sequences))
         self._room = min(min(len(s.pages) * PAGE_SIZE, limit) - s.length for s in self.sequences)
 
-    def _ready_step(self) -> DecodeStep:
+    def ready_step(self) -> DecodeStep:
         """The step of this batch's shape, with the batch's state on the device."""
         if self._step is None:
             width = page_bucket(max(len(sequence.pages) for sequence in self.sequences))
@@ -347,12 +349,18 @@ class Llama:
         """The step of any ``batch`` sequences of at most ``width`` pages: whoever runs it loads its state first."""
         shape = batch, width
         if shape not in self._steps:
-            self._steps[shape] = DecodeStep(self.ops, self._decode_tokens, *shape)
+            self._steps[shape] = DecodeStep(self.ops, self._decode_tokens, *shape, self.config.vocab_size)
         return self._steps[shape]
 
-    def _decode_tokens(self, tokens: Tensor, rows: DecodePass, logits: bool) -> Tensor | None:
+    def _decode_tokens(
+        self, tokens: Tensor, rows: DecodePass, logits: bool, sampling: SamplingRows | None = None
+    ) -> Tensor | None:
         """See Forward."""
         stream, head = self._forward(tokens, rows), self.weights.lm_head["decode"]
+        if sampling is not None:
+            chosen_from = self.ops.lm_head("decode", stream.x, stream.sumsq, head)
+            self.ops.sample(chosen_from, sampling, out=tokens)
+            return chosen_from if logits else None
         return self.ops.next_tokens(stream.x, stream.sumsq, head, logits=logits, out=tokens).logits
 
     def generate(
@@ -362,12 +370,14 @@ class Llama:
         *,
         eos_token_ids: Sequence[int] | None = None,
         on_token: OnToken | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[list[int]]:
-        """Continue each prompt greedily; the new tokens of each, the one that ended it included.
+        """Continue each prompt; the new tokens of each, the one that ended it included.
 
-        A sequence ends at any of ``eos_token_ids`` (default: the model's; an empty list never ends) and leaves the
-        batch. ``on_token(index, token)`` hears every token as it is chosen. Room for all new tokens is reserved first,
-        so a request that the cache cannot finish is refused before it starts.
+        Greedily, or as ``sampling`` says for all prompts or for each. A sequence ends at any of ``eos_token_ids``
+        (default: the model's; an empty list never ends). ``on_token(index, token)`` hears every token, on a GPU some
+        steps after it is chosen (futransformer.generation). Room for all new tokens is reserved first, so a request
+        that the cache cannot finish is refused before it starts.
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -375,32 +385,23 @@ class Llama:
         ends = frozenset(
             self.config.eos_token_ids if eos_token_ids is None else self.token_ids("eos_token_ids", eos_token_ids)
         )
-        generated: list[list[int]] = [[] for _ in checked]
-        active = list(range(len(checked)))
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(checked)
+        if sampling is not None and len(sampling) != len(checked):
+            raise InputError(
+                f"{len(sampling)} settings of sampling for {len(checked)} prompts: give one for each, or one"
+            )
+        if sampling is not None and all(each.greedy for each in sampling):
+            sampling = None
         self.start(len(checked))
         try:
             # the last new token is never read, so it needs no slot
             self.reserve([len(prompt) + max_new_tokens - 1 for prompt in checked])
             logits = self._extend(checked, "last")
             check_numbers(self.config.name, logits)
-            tokens = self.ops.argmax(logits)
-            for step in range(1, max_new_tokens + 1):
-                chosen: list[int] = tokens.tolist()  # the one synchronisation of a step
-                for index, token in zip(active, chosen, strict=True):
-                    generated[index].append(token)
-                    if on_token is not None:
-                        on_token(index, token)
-                going = [row for row, token in enumerate(chosen) if token not in ends]
-                if not going or step == max_new_tokens:
-                    break
-                if len(going) < len(active):
-                    self.keep(going)
-                    active = [active[row] for row in going]
-                    tokens = tokens[upload(going, torch.int64, tokens.device)]
-                tokens = self.decode_greedily(tokens)
+            return Generation(self, checked, max_new_tokens, sorted(ends), sampling, on_token).run(logits)
         finally:
             self.keep([])
-        return generated
 
     # Shared
 

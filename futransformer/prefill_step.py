@@ -82,8 +82,9 @@ class PassInputs(NamedTuple):
 class HostPass:
     """The rows of one pass, gathered on the host; sequences grow as their rows are added."""
 
-    def __init__(self) -> None:
-        """Begin empty."""
+    def __init__(self, width: int = 1) -> None:
+        """Begin empty. ``width``: at least so many pages a sequence, for a shape that more passes share."""
+        self.width = width
         self.tokens: list[int] = []
         self.starts: list[int] = []  # of each sequence, the position of its first row
         self.offsets = [0]
@@ -105,7 +106,8 @@ class HostPass:
     @property
     def shape(self) -> PassShape:
         """Its own, without padding."""
-        return PassShape(len(self.tokens), len(self.lengths), max(map(len, self.pages)), len(self.ends))
+        width = max(self.width, *map(len, self.pages))
+        return PassShape(len(self.tokens), len(self.lengths), width, len(self.ends))
 
     @property
     def longest(self) -> int:

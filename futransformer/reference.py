@@ -28,9 +28,18 @@ from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import PAGE_SIZE, KvFormat
 from futransformer.generator.precision import E4M3_MAX, Accumulation, Precision
 from futransformer.kv_packing import store_tokens, unpack_pages
-from futransformer.ops.interface import DecodeWeight, Fp8Output, NextTokens, Phase, Projection, Stream
+from futransformer.ops.interface import (
+    DecodeWeight,
+    Fp8Output,
+    NextTokens,
+    Phase,
+    Projection,
+    StepRows,
+    Stops,
+    Stream,
+)
 from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
-from futransformer.sampling import SamplingRows, choose, mark_seen
+from futransformer.sampling import SamplingRows, choose, mark_seen, unpack_seen
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -261,6 +270,27 @@ class ReferenceOps:
         if rows.seen is not None:
             mark_seen(rows.seen, chosen)
         return chosen if out is None else out.copy_(chosen)
+
+    def begin_step(self, rows: StepRows) -> None:
+        """See Ops.begin_step."""
+        position, width = rows.lengths.clone(), rows.block_table.shape[1]
+        rows.seqlens_k.copy_(position + 1)
+        rows.positions.copy_(position.clamp(min=0))
+        entry = rows.positions.long() // PAGE_SIZE
+        page = rows.block_table.gather(1, entry.clamp(max=width - 1)[:, None])[:, 0].long()
+        has_page = (position >= 0) & (entry < width) & (page >= 0)
+        rows.slots.copy_(torch.where(has_page, page * PAGE_SIZE + rows.positions % PAGE_SIZE, -1))
+        rows.lengths.add_(position >= 0)
+
+    def end_step(self, tokens: Tensor, lengths: Tensor, stops: Stops) -> None:
+        """See Ops.end_step."""
+        going = lengths >= 0
+        stops.log[stops.steps.long() % stops.log.shape[0]] = torch.where(going, tokens, -1)
+        stops.steps.add_(1)
+        stops.left.sub_(going.int())
+        known = (tokens >= 0) & (tokens < self.vocab_size)
+        ends = unpack_seen(stops.ends[None], self.vocab_size)[0][torch.where(known, tokens, 0).long()] & known
+        lengths.masked_fill_(going & (ends | (stops.left <= 0)), -1)
 
     def _linear(self, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """See scaled_linear."""

@@ -75,6 +75,11 @@ class Sampling:
             if not fits:
                 raise InputError(f"sampling: {name} must be {want}, not {getattr(self, name)}")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether this is the likeliest token of the model's own logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -28,6 +28,8 @@ from .specs import (
     Heads,
     KernelSpec,
     SampleSpec,
+    StepBeginSpec,
+    StepEndSpec,
 )
 
 
@@ -43,6 +45,8 @@ class Plan:
     argmax: ArgmaxSpec
     argmax_parts: ArgmaxPartsSpec
     sample: SampleSpec
+    step_begin: StepBeginSpec
+    step_end: StepEndSpec
     # of an FP8 prefill, for the parts of layers that stay in BF16
     prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
     attention_prefill_bf16: AttentionPrefillSpec | None = None
@@ -58,6 +62,8 @@ class Plan:
             self.argmax,
             self.argmax_parts,
             self.sample,
+            self.step_begin,
+            self.step_end,
             *(spec for by_rows in self.prefill_bf16.values() for spec in by_rows.values()),
             *([] if self.attention_prefill_bf16 is None else [self.attention_prefill_bf16]),
         )
@@ -115,6 +121,8 @@ def make_plan(
         argmax=ArgmaxSpec(config.vocab_size),
         argmax_parts=ArgmaxPartsSpec(),
         sample=SampleSpec(config.vocab_size),
+        step_begin=StepBeginSpec(),
+        step_end=StepEndSpec(config.vocab_size),
         prefill_bf16=prefill(plain, [op for op in shapes if op != "lm_head"]) if mixed else {},
         attention_prefill_bf16=attention_prefill_spec(heads, plain) if mixed else None,
     )

@@ -22,6 +22,7 @@ from futransformer import small_model as small_model_module
 from futransformer.cli import main
 from futransformer.driver import hopper_problem
 from futransformer.model import Llama
+from futransformer.sampling import Sampling
 from futransformer.tokenizer import TextStream, Tokenizer
 
 Output = pytest.CaptureFixture[str]
@@ -85,6 +86,18 @@ def test_run_streams_the_text_it_generates(tiny_base_model: Path, capsys: Output
     assert captured.out == "".join(stream.add(token) for token in tokens) + stream.rest() + "\n"
     assert captured.out == tokenizer.decode(tokens) + "\n"
     assert "tiny-base on: CPU reference" in captured.err
+
+
+def test_run_samples_by_a_seed(tiny_base_model: Path, capsys: Output) -> None:
+    run = ("run", tiny_base_model, "--prompt", "Hello", "--max-new-tokens", 9, "--reference", "--json")
+    options = ("--temperature", 1.5, "--top-k", 90, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.2)
+    texts = [run_json(capsys, *run, *options, "--seed", seed)["tokens"] for seed in (3, 3, 4)]
+    model = Llama.from_pretrained(tiny_base_model, device="cpu")
+    prompts = [Tokenizer(tiny_base_model).encode("Hello")]
+    expected = [model.generate(prompts, 9, sampling=Sampling(1.5, 90, 0.9, 0.01, 1.2, seed))[0] for seed in (3, 3, 4)]
+    assert texts == expected
+    assert texts[0] != texts[2]
+    assert "sampling: top_p must be above 0 and at most 1, not 2.0" in failure(capsys, *run, "--top-p", 2)
 
 
 def test_run_reports_json(tiny_base_model: Path, capsys: Output) -> None:

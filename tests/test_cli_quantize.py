@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from futransformer.build.cache import lock_at
@@ -100,7 +102,7 @@ class StoppedError(Exception):
 
 
 def test_a_job_that_was_stopped_gives_the_same_bits(
-    tiny_base_model: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base_model: Path, tmp_path: Path, text: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text goes through the finished layer again, and what it reads in the next is what it read."""
     for output in ("whole", "again"):
@@ -119,6 +121,7 @@ def test_a_job_that_was_stopped_gives_the_same_bits(
         main(arguments(tiny_base_model, tmp_path / "out", text))
     assert main(arguments(tiny_base_model, tmp_path / "out", text)) == 0
     assert done == [0, 1, 1]
+    assert "layer 1 of 2, kept from before" in capsys.readouterr().err
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -210,6 +213,18 @@ def test_a_short_text_is_said(tiny_base_model: Path, tmp_path: Path, capsys: Out
     path.write_text("a few words of a text")
     assert main(arguments(tiny_base_model, tmp_path / "out", path)) == 0
     assert "short.txt gives 1 x 21 tokens, of 16 x 64 asked for" in capsys.readouterr().err
+
+
+def test_a_weight_that_is_not_finite_is_named(
+    tiny_base_model: Path, tmp_path: Path, text: Path, capsys: Output
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_base_model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    message = refusal(capsys, *arguments(broken, tmp_path / "out", text))
+    assert "layer 1, qkv holds 1 values that are not finite, so it has no INT4 scales; fetch the checkpoint" in message
 
 
 def test_random_tokens_need_no_text(tiny_base_model: Path, tmp_path: Path) -> None:

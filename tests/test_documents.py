@@ -128,7 +128,8 @@ def kernels_of(request: pytest.FixtureRequest) -> Any:
 def test_the_readme_shows_all_three_uses() -> None:
     """Were the pattern to miss a block, the tests above would pass by running nothing."""
     found = [(example.language, example.note[:3]) for example in examples(ROOT / "README.md")]
-    plain = [("bash", ""), ("python", ""), ("bash", ""), ("python", ""), ("python", "GPU"), ("bash", "")]
+    of_python = [("python", ""), ("python", ""), ("python", "GPU")]
+    plain = [("bash", ""), ("python", ""), ("bash", ""), *of_python, ("bash", "")]
     assert found == [("bash", "not"), *plain]
 
 

@@ -116,6 +116,8 @@ def test_every_kernel_of_the_plan_is_loaded_once(exported: Path) -> None:
         ops._argmax.kernel,
         ops._argmax_parts.kernel,
         ops._sample.kernel,
+        ops._step_begin.kernel,
+        ops._step_end.kernel,
     ]
     assert sorted(kernel.spec.name for kernel in loaded) == sorted(spec.name for spec in SPECS)
     assert all(kernel._cubin == kernel.record.name.encode() for kernel in loaded)
@@ -135,8 +137,8 @@ def test_an_export_of_another_model_is_refused(exported: Path) -> None:
     message = str(caught.value)
     assert str(exported) in message
     other = kernel_specs(load_config("llama-3.1-8b"), "bf16")
-    lacked = [spec for spec in other if spec not in SPECS]  # argmax of parts is of no model
-    assert len(lacked) == len(other) - 1
+    lacked = [spec for spec in other if spec not in SPECS]  # argmax of parts, and a step's begin, are of no model
+    assert len(lacked) == len(other) - 2
     assert f"lacks {len(lacked)} of {len(other)} kernels, first {lacked[0].name}" in message
     assert "exported for smollm2-135m (bf16)" in message
     assert f"futransformer build CONFIG --output {exported}" in message

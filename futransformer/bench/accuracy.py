@@ -156,11 +156,11 @@ def rows(model: Path, text: str, kernels: Path | None) -> list[dict[str, Any]]:
     name = load_config(model).name
     cache = 64 * (CONTEXT + 64)
     folder = kernels / name.lower().removesuffix("-instruct") if kernels else None
-    ours = Llama.from_pretrained(model, kernels=folder, device="cuda", cache_tokens=cache)
+    ours = Llama.from_pretrained(model, precision="bf16", kernels=folder, device="cuda", cache_tokens=cache)
 
     def reference(dtype: torch.dtype) -> Llama:
         ops = ReferenceOps(ours.config, device=ours.ops.device, dtype=dtype)
-        return Llama.from_pretrained(model, ops=ops, cache_tokens=cache)
+        return Llama.from_pretrained(model, precision="bf16", ops=ops, cache_tokens=cache)
 
     rounding, exact = reference(torch.bfloat16), reference(torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = False

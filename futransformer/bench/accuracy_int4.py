@@ -175,6 +175,9 @@ def rows(
         for kind, ops in (("float32", DecodeInPasses), ("float64", DoubleDecodeInPasses))
     }
     bf16 = Llama.from_pretrained(
-        model, ops=ReferenceOps(config, device=ours.ops.device), cache_tokens=options["cache_tokens"]
+        model,
+        precision="bf16",
+        ops=ReferenceOps(config, device=ours.ops.device),
+        cache_tokens=options["cache_tokens"],
     )
     return perplexity_rows(ours, references, bf16, tokens, called)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from futransformer.bench.runner import Bench
 
 Regime = Literal["burst", "sustained", "steady"]
-Unit = Literal["TFLOP/s", "ms", "us", "s"]
+Unit = Literal["TFLOP/s", "ms", "us", "s", "GB"]
+RATES = ("TFLOP/s", "tokens/s")  # of which more is better; of the other units less is
 Row = dict[str, Any]  # one row of a results file
 
 COMPUTE_BOUND: tuple[Regime, ...] = ("burst", "sustained")
@@ -28,7 +29,7 @@ def told_beside(row: Row) -> list[tuple[str, float]]:
 def ratio_to(other: float, row: Row) -> float:
     """How many times as fast as a figure of the row's unit ours is."""
     ours: float = row["ours"]
-    return ours / other if row["unit"] == "TFLOP/s" else other / ours
+    return ours / other if row["unit"] in RATES else other / ours
 
 
 class RivalMissingError(Exception):
@@ -131,7 +132,10 @@ class Case:
 
 @dataclass(frozen=True)
 class HostCase:
-    """A named case that a host's clock times, and that makes its rows itself."""
+    """A named case that a host's clock times, and that makes its rows itself.
+
+    What was left out of a row it says in the row's ``notes``.
+    """
 
     name: str
     measure: Callable[[Bench], Sequence[Row]] = field(repr=False)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from futransformer.bench.case import Row, told_beside
+from futransformer.bench.case import RATES, Row, told_beside
 from futransformer.generator.errors import InputError
 
 OURS = "#d1495b"
@@ -44,7 +44,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         top = _bars(axes, rows, names, content["subject"])
         axes.set_ylim(top + 0.8, -0.8)
         units = dict.fromkeys(row["unit"] for row in rows)
-        better = "longer" if list(units) == ["TFLOP/s"] else "shorter"
+        better = "longer" if set(units) <= set(RATES) else "shorter"
         axes.set_xlabel(f"{', '.join(units)} ({better} is better)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from futransformer.bench.case import (
+    SECONDS_PER_UNIT,
     Case,
     Ceilings,
     HostCase,
@@ -25,6 +26,7 @@ from futransformer.bench.case import (
     Regime,
     RivalMissingError,
     Row,
+    Unit,
     ratio_to,
     told_beside,
 )
@@ -153,6 +155,9 @@ def run_cases(
 def run_host_case(case: HostCase, bench: Bench, outcome: Outcome, say: Say) -> None:
     """Append the rows that passed their own check."""
     for row in case.measure(bench):
+        for note in row.pop("notes", []):
+            outcome.notes.append(f"{row['case']}: {note}")
+            say(outcome.notes[-1])
         if row["error"] > row["tolerance"]:
             outcome.failed = True
             outcome.notes.append(f"{row['case']}: its check failed: {row['error']:g} things were not as they must be")
@@ -229,13 +234,15 @@ def make_row(
     return {**row, "beside": figures(beside)} if beside else row
 
 
-def host_row(name: str, timing: Timing, *, error: float) -> Row:
-    """One row of a host case: seconds; nothing may be wrong."""
+def host_row(name: str, timing: Timing, *, error: float, unit: Unit = "s") -> Row:
+    """One row of a host case: a time in its unit, or a figure of another kind as it is; nothing may be wrong."""
+    scale = SECONDS_PER_UNIT.get(unit, 1.0)
+    ours, low, high = (_figure(value / scale) for value in (timing.median, timing.p10, timing.p90))
     return {
         "case": name,
-        "ours": _figure(timing.median),
-        "unit": "s",
-        "spread": [_figure(timing.p10), _figure(timing.p90)],
+        "ours": ours,
+        "unit": unit,
+        "spread": [low, high],
         "rivals": {},
         "ratio": None,
         "percent_of_ceiling": None,

@@ -25,7 +25,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from futransformer.cli import bench, calibrate, demo, doctor, kernels, model, perplexity, quantize, tune
+from futransformer.cli import (
+    bench,
+    calibrate,
+    chat,
+    demo,
+    doctor,
+    kernels,
+    model,
+    perplexity,
+    profile,
+    quantize,
+    serve,
+    tune,
+)
 from futransformer.generator.errors import (
     CheckpointError,
     ConfigError,
@@ -94,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"futransformer {_version()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for commands in (demo, kernels, model, perplexity, quantize, calibrate, bench, tune, doctor):
+    for commands in (demo, kernels, model, chat, serve, perplexity, quantize, calibrate, bench, profile, tune, doctor):
         commands.add_parsers(subparsers)
     return parser
 

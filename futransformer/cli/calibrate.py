@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from futransformer.cli.model import FP8_PRECISIONS, add_model, check_window, load, model_folder, read_text, say
-from futransformer.generator.errors import InputError
+from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.precision import E4M3, get_precision
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ def add_parsers(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="windows of the text (default: 8)")
     parser.add_argument("--context", type=int, default=1024, metavar="L", help="tokens in a window (default: 1024)")
-    default = FP8_PRECISIONS[0]
     parser.add_argument(
         "--precision",
-        default=default,
-        help=f"what to calibrate for: {', '.join(FP8_PRECISIONS)}, or any whose prefill is FP8 (default: {default})",
+        help=f"what to calibrate for: {', '.join(FP8_PRECISIONS)}, or any whose prefill is FP8 (default: what a folder "
+        f"that `quantize` wrote names, with an FP8 prefill, else {FP8_PRECISIONS[0]})",
     )
     add_method(parser)
     parser.set_defaults(handler=_calibrate, fp8_scales=None)
@@ -74,13 +73,14 @@ def _calibrate(args: argparse.Namespace) -> int:
     from futransformer.quantize.recipe import Fp8Recipe  # noqa: PLC0415
     from futransformer.tokenizer import Tokenizer  # noqa: PLC0415
 
+    folder = model_folder(args.model)
+    args.precision = args.precision or _named(folder)
     precision = get_precision(args.precision)
     if precision.prefill != E4M3:
         raise InputError(
             f"calibration is of an FP8 prefill, and {precision.name} has none: give one of {', '.join(FP8_PRECISIONS)}"
         )
     text_name, text = read_text(args.text)
-    folder = model_folder(args.model)
     check_output(folder, args.output, force=args.force)
     config = load_config(folder)
     bf16 = parse_bf16(args.bf16_layers, config.num_hidden_layers)
@@ -108,3 +108,16 @@ def _calibrate(args: argparse.Namespace) -> int:
         beside = f", layers in BF16: {plain}" if plain else ""
         print(f"{args.output}: {config.name} with FP8 scales of {len(windows)} x {window} tokens{beside}")
     return 0
+
+
+def _named(folder: Path) -> str:
+    """The precision that the folder names, with an FP8 prefill in place of another."""
+    from futransformer.quantize.description import named_precision  # noqa: PLC0415 - see futransformer.cli
+
+    try:
+        named = named_precision(folder)
+    except CheckpointError:  # a description that is damaged, and will be written anew
+        named = None
+    if named is None:
+        return FP8_PRECISIONS[0]
+    return named if get_precision(named).prefill == E4M3 else f"fp8-{named}".replace("fp8-bf16", "fp8", 1)

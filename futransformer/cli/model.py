@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError
-from futransformer.generator.precision import E4M3, PRECISION_NAMES, PRECISIONS, get_precision
+from futransformer.generator.precision import BF16, E4M3, PRECISION_NAMES, PRECISIONS, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
     from futransformer.model import Llama
     from futransformer.quantize.recipe import Fp8Recipe
+    from futransformer.sampling import Sampling
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -35,22 +36,27 @@ def add_parsers(subparsers: Subparsers) -> None:
     run = subparsers.add_parser(
         "run",
         help="write text that continues or answers a prompt",
-        description="Write text, greedily: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
+        description="Write text: on a Hopper GPU through the kernels, elsewhere through the CPU reference.",
     )
     add_model(run)
     add_precision(run)
-    run.add_argument("--prompt", required=True, help="what to continue, or the message to answer")
+    prompt = run.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="what to continue, or the message to answer")
+    prompt.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="the same from a UTF-8 file without its last newline; -: stdin"
+    )
     run.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens (default: 128)")
     run.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
         help="answer through the model's chat template, or continue the text (default: chat if there is a template)",
     )
+    _add_sampling(run)
     run.set_defaults(handler=_run)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and where it runs."""
+def add_model(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """Add MODEL and where it runs; ``json``: and the form of the result."""
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
     parser.add_argument("--reference", action="store_true", help="compute on the CPU reference, even beside a GPU")
     parser.add_argument(
@@ -59,12 +65,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="kernels that `futransformer build -o` exported; without a Hopper GPU the reference computes, and says so",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_precision(parser: argparse.ArgumentParser) -> None:
-    """Add what the model computes in."""
-    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+def add_precision(parser: argparse.ArgumentParser, *, scales: bool = True) -> None:
+    """Add what the model computes in; ``scales``: and a choice of FP8's."""
+    parser.add_argument(
+        "--precision",
+        help=f"one of: {PRECISION_NAMES} (default: what a folder of ours names, else bf16)",
+    )
+    if scales:
+        _add_scales(parser)
+
+
+def _add_scales(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp8-scales",
         choices=("frozen", "running"),
@@ -72,16 +87,40 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedily")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens (default: of all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="of the fewest that hold P of the probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="of those P times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="divide logits of tokens seen (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default: 0)")
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    from futransformer.sampling import Sampling  # noqa: PLC0415 - see futransformer.cli
+
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed)
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, not {args.max_new_tokens}")
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
+    sampling = _sampling(args)
+    text = args.prompt if args.prompt_file is None else _prompt_of(args.prompt_file)
     tokenizer = Tokenizer(model_folder(args.model))
+    choose_precision(args, tokenizer.folder)
     chat = tokenizer.can_chat if args.chat is None else args.chat
-    prompt = tokenizer.encode_chat(args.prompt) if chat else tokenizer.encode_prompt(args.prompt)
+    prompt = tokenizer.encode_chat(text) if chat else tokenizer.encode_prompt(text)
     if not prompt:
-        raise InputError("the prompt is empty: give --prompt at least one word")
+        raise InputError("the prompt is empty: give at least one word")
     model = load(args, tokenizer.folder, len(prompt) + args.max_new_tokens)
     stream = TextStream(tokenizer)
 
@@ -91,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
 
     start = time.perf_counter()
-    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show)
+    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show, sampling=sampling)
     seconds = time.perf_counter() - start
     if not args.json:
         print(stream.rest())
@@ -100,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     report = {
         **what_computed(model, args.precision),
-        "prompt": args.prompt,
+        "prompt": text,
         "chat": chat,
         "prompt_tokens": len(prompt),
         "new_tokens": len(tokens),
@@ -112,6 +151,25 @@ def _run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
+
+
+def choose_precision(args: argparse.Namespace, folder: Path) -> None:
+    """Let the folder name the precision where --precision does not."""
+    from futransformer.quantize.description import named_precision  # noqa: PLC0415 - see futransformer.cli
+
+    args.precision = args.precision or named_precision(folder) or BF16.name
+
+
+def _prompt_of(path: Path) -> str:
+    """The text of a file, or of standard input, without the newline that editors and ``echo`` end it with."""
+    if str(path) == "-":
+        if sys.stdin is None:
+            raise InputError("--prompt-file -: standard input is closed; name a file")
+        try:
+            return sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"--prompt-file -: standard input is not UTF-8 text: {error}") from error
+    return read_text(path, "--prompt-file")[1].removesuffix("\n")
 
 
 def what_computed(model: Llama, precision: str) -> dict[str, str]:

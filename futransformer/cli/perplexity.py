@@ -12,6 +12,7 @@ from futransformer.cli.model import (
     add_model,
     add_precision,
     check_window,
+    choose_precision,
     count_saturated,
     load,
     model_folder,
@@ -90,6 +91,7 @@ def _perplexity(args: argparse.Namespace) -> int:
         raise InputError(f"--nll {args.nll}: give the name of a file, in a folder that exists")
     text_name, text = read_text(args.text, named=True)
     tokenizer = Tokenizer(model_folder(args.model))
+    choose_precision(args, tokenizer.folder)
     tokens = tokenizer.encode(text)
     windows = split_windows(tokens, args.context, args.windows)
     precision = get_precision(args.precision)

@@ -9,23 +9,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from futransformer.cli.model import SMALL_MODEL, model_folder, read_text, say
+from futransformer.cli.model import SMALL_MODEL, load, model_folder, read_text, say
 from futransformer.generator.errors import InputError
-from futransformer.generator.precision import CHANNEL, GROUP_SIZES
+from futransformer.generator.kv_format import BLOCKS
+from futransformer.generator.kv_format import DEFAULT as DEFAULT_COPY
+from futransformer.generator.precision import CHANNEL, GROUP_SIZES, Precision, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
     import torch
 
     from futransformer.checkpoint import Checkpoint
+    from futransformer.fp8_scaling import ActivationScales
     from futransformer.generator.config import LlamaConfig
     from futransformer.quantize.calibration_text import CalibrationText
     from futransformer.quantize.layers import Errors, LayerQuantiser
-    from futransformer.quantize.write import Progress
+    from futransformer.quantize.recipe import Fp8Recipe
+    from futransformer.quantize.write import Fp8Reader, Progress
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 SIZES = {**{str(size): size for size in GROUP_SIZES}, "channel": CHANNEL}
+HEADS = {"bf16": "", "fp8": "-head8", "int4": "-head4"}
+CACHES = {"bf16": "", "fp8": "-kv8", "int4": "-kv4", "fp8-int4": "-kv8-kv4"}  # an INT4 copy beside BF16 or FP8 pages
+OWN = "futransformer"
+FP8_SAMPLES = 8  # windows of the text that scales of activations are found by
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")  # of projections_of
 DEFAULT_SEQLEN = 2048
 
@@ -36,7 +44,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         "quantize",
         help="write a model whose projections are INT4 codes",
         description="Quantise a model's projections to INT4, layer by layer, on a GPU where there is one, and write "
-        "them as a compressed-tensors checkpoint (docs/formats.md). An interrupted job goes on where it stopped.",
+        "a compressed-tensors checkpoint that says by which precision we serve it (docs/formats.md). An interrupted "
+        "job goes on where it stopped.",
     )
     parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, or {SMALL_MODEL}")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="the folder to write")
@@ -57,7 +66,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         default="max",
         help="scales by a group's largest weight (default), or those of the least squared error",
     )
-    gptq = parser.add_argument_group("gptq")
+    gptq = parser.add_argument_group("gptq, and the text that it reads")
     gptq.add_argument(
         "--calibration",
         metavar="TEXT",
@@ -74,6 +83,33 @@ def add_parsers(subparsers: Subparsers) -> None:
     gptq.add_argument(
         "--sweeps", type=int, default=0, metavar="N", help="move scales and codes on N times, one by one (default: 0)"
     )
+    served = parser.add_argument_group("how it is served", "what the folder names, for `run` and from_pretrained")
+    served.add_argument(
+        "--format",
+        choices=(OWN, "compressed-tensors"),
+        default=OWN,
+        help=f"{OWN} (default) is the other and more; compressed-tensors alone leaves the precision to be named",
+    )
+    served.add_argument("--lm-head", choices=tuple(HEADS), default="bf16", help="decode's head (default: bf16)")
+    served.add_argument("--kv", choices=tuple(CACHES), default="bf16", help="the KV cache (default: bf16)")
+    served.add_argument(
+        "--hadamard-block",
+        type=int,
+        choices=BLOCKS,
+        metavar="N",
+        help="rotate V in blocks of N features of a head, folded into the weights, and K as an INT4 cache is written "
+        f"(default: {DEFAULT_COPY.hadamard} for an INT4 cache, else 0: not at all)",
+    )
+    served.add_argument(
+        "--fp8-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="FP8 codes of the same weights, and scales by the text, for prefill; else it reads the INT4 codes "
+        "dequantised (default: no)",
+    )
+    served.add_argument(
+        "--kernels", type=Path, metavar="DIR", help="kernels of that precision, exported, that read the text"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (default: cuda, if it is there)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_quantize)
@@ -86,23 +122,27 @@ def _quantize(args: argparse.Namespace) -> int:
     from futransformer.quantize.int4_gptq import Int4Method  # noqa: PLC0415
     from futransformer.quantize.layers import Gptq, Nearest  # noqa: PLC0415
     from futransformer.quantize.stream import CalibrationStream  # noqa: PLC0415
-    from futransformer.quantize.write import WHAT, write_quantised  # noqa: PLC0415
+    from futransformer.quantize.write import WHAT, Own, write_quantised  # noqa: PLC0415
 
     if args.sweeps < 0:
         raise InputError(f"--sweeps must not be negative, as {args.sweeps} is")
     groups = Groups(SIZES[args.group_size], args.asymmetric)
     method = Int4Method(groups, args.scale_search, args.act_order, args.sweeps)
+    rotation = _rotation(args)
+    precision = _precision(args, f"int4{groups.suffix}", rotation)
     folder, device = model_folder(args.model), _device(args.device)
+    config = load_config(folder)
     check_output(folder, args.output, force=args.force, what=WHAT)
     described: dict[str, Any] = {
         "method": args.method,
         "group_size": groups.group_size,
         "zero_points": groups.zero_points,
         "scale_search": method.search,
+        "hadamard_block": rotation,
     }
-    text: CalibrationText | None = None
+    text = _calibration(args, folder, config) if args.method == "gptq" or args.fp8_prefill else None
     if args.method == "gptq":
-        text = _calibration(args, folder, load_config(folder))
+        assert text is not None
         described |= {
             "act_order": method.act_order,
             "sweeps": method.sweeps,
@@ -111,19 +151,85 @@ def _quantize(args: argparse.Namespace) -> int:
         }
 
     def quantiser(checkpoint: Checkpoint) -> LayerQuantiser:
-        if text is None:
+        if args.method == "rtn" or text is None:
             return Nearest(method, device)
-        return Gptq(method, CalibrationStream(checkpoint.config, checkpoint.embedding(), text.windows, device))
+        return Gptq(method, CalibrationStream(config, checkpoint.embedding(), text.windows, device))
 
     def show(progress: Progress) -> None:
-        say(f"layer {progress.layers} of {progress.of}, {math.ceil(progress.seconds_left)} s left")
+        left = progress.seconds_left
+        rest = "kept from before" if left is None else f"{math.ceil(left)} s left"
+        say(f"layer {progress.layers} of {progress.of}, {rest}")
 
-    errors = write_quantised(folder, args.output, quantiser, groups, described, force=args.force, progress=show)
+    errors = write_quantised(
+        folder,
+        args.output,
+        quantiser,
+        groups,
+        described,
+        own=Own(precision, None if text is None else _fp8_reader(args, precision, text))
+        if args.format == OWN
+        else None,
+        value_rotation=rotation,
+        force=args.force,
+        progress=show,
+    )
     if args.json:
-        print(json.dumps({"output": str(args.output), **described, "errors": errors}, indent=2))
+        print(
+            json.dumps(
+                {"output": str(args.output), "precision": precision.name, **described, "errors": errors}, indent=2
+            )
+        )
     else:
-        _report(args, f"{groups}; precision int4{groups.suffix} serves it", errors)
+        _report(args, f"{groups}; precision {precision.name} serves it", errors)
     return 0
+
+
+def _rotation(args: argparse.Namespace) -> int:
+    if args.hadamard_block is not None:
+        block: int = args.hadamard_block
+        return block
+    return DEFAULT_COPY.hadamard if "int4" in args.kv else 0
+
+
+def _precision(args: argparse.Namespace, weights: str, rotation: int) -> Precision:
+    """What the folder is to name; InputError where only our own format can."""
+    copied = "int4" in args.kv and rotation != DEFAULT_COPY.hadamard
+    name = f"{'fp8-' if args.fp8_prefill else ''}{weights}{HEADS[args.lm_head]}{CACHES[args.kv]}"
+    precision = get_precision(name + (f"-h{rotation}" if copied else ""))
+    if args.format != OWN and (args.fp8_prefill or precision.suffix):
+        raise InputError(
+            f"--format {args.format} has no place for --fp8-prefill, --lm-head and --kv: leave them out, or write "
+            f"--format {OWN}, which other engines read as well"
+        )
+    if args.kernels is not None and not args.fp8_prefill:
+        raise InputError("--kernels read the text for an FP8 prefill: add --fp8-prefill, or leave them out")
+    return precision
+
+
+def _fp8_reader(args: argparse.Namespace, precision: Precision, text: CalibrationText) -> Fp8Reader:
+    """Finds scales for windows of the text."""
+
+    def read(folder: Path, recipe: Fp8Recipe) -> tuple[ActivationScales, dict[str, Any]]:
+        from futransformer.generator.specs import PAGE_SIZE  # noqa: PLC0415 - see futransformer.cli
+        from futransformer.kv_cache import pages_for  # noqa: PLC0415
+        from futransformer.quantize.calibrate import RULE, calibrate  # noqa: PLC0415
+
+        tokens = [token for window in text.windows for token in window]
+        window = len(text.windows[0])
+        settings = {"precision": precision.name, "reference": args.device == "cpu", "fp8_scales": None}
+        model = load(argparse.Namespace(**{**vars(args), **settings}), folder, pages_for(window) * PAGE_SIZE, recipe)
+        found = calibrate(model, tokens, context=window, samples=FP8_SAMPLES, progress=say)
+        return found.scales, {
+            "text": text.name,
+            "rule": RULE,
+            "weights": "rtn",
+            "windows": found.windows,
+            "context": found.context,
+            "backend": model.ops.describe(),
+            "saturated": found.saturated,
+        }
+
+    return read
 
 
 def _device(name: str | None) -> torch.device:
@@ -143,7 +249,7 @@ def _calibration(args: argparse.Namespace, folder: Path, config: LlamaConfig) ->
     if args.calibration == WIKITEXT2:
         name, content = WIKITEXT2, read_wikitext2("train")
     else:
-        name, content = read_text(Path(args.calibration) if args.calibration else None, "--calibration")
+        name, content = read_text(Path(args.calibration) if args.calibration else None, option="--calibration")
     text = cut_text(Path(name).name, content, folder, config, args.samples, seqlen)
     count, length = len(text.windows), len(text.windows[0])
     if count < args.samples or length < seqlen:

@@ -48,6 +48,25 @@ class NextTokens(NamedTuple):
     logits: Tensor | None  # as Ops.lm_head gives them
 
 
+class StepRows(NamedTuple):
+    """Where the tokens of a decode step of B rows stand."""
+
+    lengths: Tensor  # int32 [B]: tokens in the cache; -1: the row has no sequence, or none any more
+    block_table: Tensor  # int32 [B, W]
+    positions: Tensor  # int32 [B]
+    slots: Tensor  # int64 [B]
+    seqlens_k: Tensor  # int32 [B]: lengths as attention reads them, 0 of no sequence
+
+
+class Stops(NamedTuple):
+    """When the texts of B rows end, and what they were given."""
+
+    left: Tensor  # int32 [B]: tokens that a row may still be given
+    ends: Tensor  # int32 [ceil(vocab_size / 32)]: a bit for every token that ends a text (sampling.pack_seen)
+    log: Tensor  # int32 [L, B]: the tokens of step s in row s % L, -1 of no sequence
+    steps: Tensor  # int32 [1]: steps so far
+
+
 class Ops(Protocol):
     """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates.
 
@@ -211,4 +230,15 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
         """Choose each row's token as futransformer.sampling does; int32 [T]. ``rows.seen`` has it from then on."""
+        ...
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Before a chain: add one to each sequence's length; write its new token's position and slot, and seqlens_k.
+
+        A row of no sequence keeps its length of -1, and gets position 0 and a negative slot.
+        """
+        ...
+
+    def end_step(self, tokens: Tensor, lengths: Tensor, stops: Stops) -> None:
+        """Note the tokens that each sequence was given; of those that end, leave the row without one (length -1)."""
         ...

@@ -5,15 +5,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
-from futransformer.generator.errors import CheckpointError
+from futransformer.generator.errors import CheckpointError, ConfigError
 from futransformer.generator.json_reader import JsonReader, read_json
+from futransformer.generator.precision import Precision
 
-FORMAT = 2
-READ_FORMATS = (1, FORMAT)
+FORMAT = 3  # 2 had no shards of FP8 weights; 1 neither FP8 weights nor BF16 parts
+READ_FORMATS = (1, 2, FORMAT)
 DESCRIPTION_FILE = "futransformer.json"
 INT4_SECTION = "int4_weights"  # of a quantised model's description; a calibration of that model keeps it
+
+
+def precision_section(precision: Precision) -> dict[str, Any]:
+    """What a folder says of the precision that it is made for."""
+    return {
+        "name": precision.name,
+        **{phase: getattr(precision, phase).name for phase in ("prefill", "decode", "kv", "head")},
+        "weight_scales": precision.weight_scales,
+    }
+
+
+def named_precision(folder: Path) -> str | None:
+    """The precision that a folder of ours is made for; None of any other."""
+    path = folder / DESCRIPTION_FILE
+    try:
+        section = JsonReader(path, read_json(path) if path.is_file() else {}).section("precision")
+        return section.text("name") if section.has("name") else None
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; name a precision, or fetch the file again") from error
 
 
 def check_sums(folder: Path) -> None:

@@ -5,13 +5,13 @@
 | config.json, the tokenizer's files, licences | those of the model, unchanged |
 | safetensors | the model's weights, unchanged: hard links where the file system has them, else copies |
 | fp8_scales.safetensors | ``scale`` and ``amax``, float32 [4 L + 1], in the order of futransformer.fp8_scaling |
-| fp8_weights.safetensors | if there are FP8 weights not rounded to nearest: futransformer.quantize.stored |
+| fp8_weights*.safetensors | if there are FP8 weights of its own: futransformer.quantize.stored |
 | futransformer.json | format version, precision of each phase, layers in BF16, origin of the scales, sha256 of files |
 
 The folder appears by one rename, complete. When an FP8 prefill is loaded from it, the sha256 of scales, FP8 weights and
 of what else is read (``CHECKED``) must be those that it names, so that scales do not meet a model that they are not of.
 The model's weights are not checked, unless they are INT4 codes that we wrote (futransformer.quantize.write), nor are
-licences and the like. Format 1 had neither FP8 weights nor BF16 parts.
+licences and the like.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from futransformer.quantize.description import (
     FORMAT,
     INT4_SECTION,
     READ_FORMATS,
+    precision_section,
     sha256_of,
     weight_files,
 )
@@ -98,27 +99,27 @@ def write_folder(
             shutil.copyfile(source / name, written / name)
         for name in weights:
             _link_or_copy((source / name).resolve(), written / name)
-        # save_file would let nobody else read it
-        (written / SCALES_FILE).write_bytes(save({"scale": recipe.scales.scale, "amax": recipe.scales.amax}))
+        save_scales(recipe.scales, written / SCALES_FILE)
         if recipe.weights:
             save_weights(recipe.weights, written / WEIGHTS_FILE)
             shutil.copymode(written / SCALES_FILE, written / WEIGHTS_FILE)
         description = {
             "format": FORMAT,
-            "precision": {
-                "name": precision.name,
-                **{phase: getattr(precision, phase).name for phase in ("prefill", "decode", "kv", "head")},
-                "weight_scales": precision.weight_scales,
-            },
+            "precision": precision_section(precision),
             "bf16_layers": format_parts(recipe.bf16),
             "fp8_scales": {"file": SCALES_FILE, **calibration},
-            "fp8_weights": {"file": WEIGHTS_FILE} if recipe.weights else None,
+            "fp8_weights": {"files": [WEIGHTS_FILE]} if recipe.weights else None,
             **_int4_section(source),
             "sha256": {path.name: sha256_of(path) for path in sorted(written.iterdir())},
         }
         text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
         (written / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
         publish(written, there, scratch / "replaced")
+
+
+def save_scales(scales: ActivationScales, path: Path) -> None:
+    """Write the scales of activations."""
+    path.write_bytes(save({"scale": scales.scale, "amax": scales.amax}))  # save_file would let nobody else read it
 
 
 def _int4_section(folder: Path) -> dict[str, Any]:
@@ -144,9 +145,9 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
         version = description.integer("format")
         sums = description.section("sha256")
         beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))
-        stored = [WEIGHTS_FILE] if description.has("fp8_weights") else []
+        stored = _weights_files(description)
         wanted = {name: sums.text(name) for name in dict.fromkeys((SCALES_FILE, *stored, "config.json", *beside))}
-        parts = description.text("bf16_layers") if version == FORMAT else ""
+        parts = description.text("bf16_layers") if version > 1 else ""
     except ConfigError as error:
         raise CheckpointError(f"{error}; {again}") from error
     if version not in READ_FORMATS:
@@ -165,7 +166,7 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
         recipe = Fp8Recipe(
             ActivationScales(tensors["scale"], tensors["amax"]),
             parse_parts(parts, config.num_hidden_layers) if parts else frozenset(),
-            StoredWeights(folder / WEIGHTS_FILE, config) if stored else {},
+            StoredWeights([folder / name for name in stored], config) if stored else {},
         )
         recipe.check(config.num_hidden_layers)
     except (SafetensorError, OSError) as error:
@@ -175,6 +176,17 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
     except InputError as error:
         raise CheckpointError(f"{folder}: {error}; {again}") from error
     return recipe
+
+
+def _weights_files(description: JsonReader) -> list[str]:
+    """The files of FP8 weights, in any format; ConfigError where they are not named as they must be."""
+    if not description.has("fp8_weights"):
+        return []
+    section = description.section("fp8_weights")
+    names = section.content.get("files", [section.content.get("file")])
+    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise section.error("files", "must be a list of names of files in this folder")
+    return names
 
 
 @contextmanager

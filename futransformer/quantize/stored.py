@@ -1,15 +1,17 @@
-"""FP8 weights in a safetensors file: of each that is there ``layers.I.OP.codes`` E4M3 [N, K], and ``.scale`` float32.
+"""FP8 weights in safetensors files: of each that is there ``layers.I.OP.codes`` E4M3 [N, K], and ``.scale`` float32.
 
 In logical order (docs/architecture.md), a scale of [1] or [N]. They are read when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from futransformer.checkpoint import open_safetensors
 from futransformer.fp8_scaling import READERS
@@ -28,24 +30,34 @@ def tensor_name(layer: int, op: Projection, part: str) -> str:
     return f"layers.{layer}.{op}.{part}"
 
 
-def save_weights(weights: WeightCodes, path: Path) -> None:
-    """Write them all."""
-    tensors = {
+def weights_tensors(weights: WeightCodes) -> dict[str, Tensor]:
+    """What a file holds of these."""
+    return {
         tensor_name(layer, op, part): tensor.cpu().contiguous()
         for (layer, op), weight in weights.items()
         for part, tensor in weight._asdict().items()
     }
-    save_file(tensors, path)
+
+
+def save_weights(weights: WeightCodes, path: Path) -> None:
+    """Write them all into one file."""
+    save_file(weights_tensors(weights), path)
 
 
 class StoredWeights(Mapping[tuple[int, Projection], Fp8Weight]):
-    """The weights of such a file, by layer and projection."""
+    """The weights of such files, by layer and projection."""
 
-    def __init__(self, path: Path, config: LlamaConfig) -> None:
-        """Open it, and check names, types and shapes; InputError if they are not those of the model's weights."""
-        self.path = path
-        self._file = open_safetensors(path)
-        held = set(self._file.keys())
+    def __init__(self, paths: Sequence[Path], config: LlamaConfig) -> None:
+        """Open them, and check names, types and shapes; InputError if they are not those of the model's weights."""
+        self._paths: dict[str, Path] = {}  # of each tensor
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            opened = open_safetensors(path)
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                if name in self._files:
+                    raise InputError(f"{path.name} holds {name}, and so does {self._paths[name].name}")
+                self._paths[name], self._files[name] = path, opened
+        held = set(self._files)
         shapes = projections(config)
         self._names = [
             (layer, op)
@@ -58,27 +70,32 @@ class StoredWeights(Mapping[tuple[int, Projection], Fp8Weight]):
             for part, allowed in (("codes", [[n, k]]), ("scale", [[1], [n]])):
                 name = tensor_name(layer, op, part)
                 if name not in held:
-                    raise InputError(f"{path.name} lacks {name}")
-                view = self._file.get_slice(name)
+                    beside = next(
+                        self._paths[other] for other in self._paths if other.startswith(f"layers.{layer}.{op}.")
+                    )
+                    raise InputError(f"{beside.name} lacks {name}")
+                view = self._files[name].get_slice(name)
                 if view.get_dtype() != STORED_TYPES[part] or view.get_shape() not in allowed:
                     raise InputError(
-                        f"{path.name}: {name} is {view.get_dtype()} {view.get_shape()}, where the model has "
-                        f"{STORED_TYPES[part]} {' or '.join(map(str, allowed))}"
+                        f"{self._paths[name].name}: {name} is {view.get_dtype()} {view.get_shape()}, where the model "
+                        f"has {STORED_TYPES[part]} {' or '.join(map(str, allowed))}"
                     )
                 held.remove(name)
         if held:
-            raise InputError(f"{path.name} holds {min(held)}, which is none of the model's FP8 weights")
+            spare = min(held)
+            raise InputError(f"{self._paths[spare].name} holds {spare}, which is none of the model's FP8 weights")
 
     def __getitem__(self, name: tuple[int, Projection]) -> Fp8Weight:
         """Read one."""
         if name not in self._names:
             raise KeyError(name)
         layer, op = name
+        tensors = [tensor_name(layer, op, part) for part in STORED_TYPES]
         try:
-            return Fp8Weight(*(self._file.get_tensor(tensor_name(layer, op, part)) for part in STORED_TYPES))
+            return Fp8Weight(*(self._files[tensor].get_tensor(tensor) for tensor in tensors))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self.path}: layer {layer}, {op} cannot be read: {error}: calibrate again"
+                f"{self._paths[tensors[0]]}: layer {layer}, {op} cannot be read: {error}: calibrate again"
             ) from error
 
     def __iter__(self) -> Iterator[tuple[int, Projection]]:

@@ -2,7 +2,9 @@
 
 The folder is a compressed-tensors checkpoint (pack-quantized), which other engines read as well: the gains of the
 layers' norms are folded into the weights before they are quantised, and their weights are ones; the last norm, the
-embedding and the head stay as they are. futransformer.json beside it has the method and the sha256 of every file.
+embedding and the head stay as they are. futransformer.json beside it has the method and the sha256 of every file. Of
+our own format it also names the precision that the model is made for, and what an FP8 prefill reads lies beside it:
+codes of the same weights before they were INT4, and scales of activations.
 
 One shard a layer, written whole or not at all, into a folder beside OUT whose name is of the job; what is there when a
 job begins again is kept. One process at a time works on a job. At no time is more than one layer in memory.
@@ -13,48 +15,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from futransformer.build.cache import lock_at, storage_errors
-from futransformer.checkpoint import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    INDEX_FILE,
-    Checkpoint,
-    fold_gain,
-    load_checkpoint,
-    projections_of,
-)
+from futransformer.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, load_checkpoint, projections_of
 from futransformer.formats.codes import Groups
-from futransformer.formats.compressed_tensors import packed_config, packed_tensors, unpacked
+from futransformer.formats.compressed_tensors import packed_tensors, unpacked
+from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
-from futransformer.quantize.description import (
-    DESCRIPTION_FILE,
-    FORMAT,
-    INT4_SECTION,
-    sha256_of,
-    weight_files,
-)
-from futransformer.quantize.folder import carried_files, check_output, publish, scratch_beside
+from futransformer.generator.precision import E4M3, Precision
+from futransformer.quantize.assemble import DONE, assemble, seal, write_json, write_whole
+from futransformer.quantize.description import FORMAT, INT4_SECTION, precision_section, sha256_of, weight_files
+from futransformer.quantize.folder import SCALES_FILE, check_output, publish, save_scales, scratch_beside
+from futransformer.quantize.folding import NORMS, folded_layer, logical_weights
+from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.layers import Errors, LayerQuantiser
+from futransformer.quantize.recipe import Fp8Recipe
+from futransformer.quantize.stored import StoredWeights, weights_tensors
 
 WHAT = "quantised model"
-DONE = ".errors.json"  # beside a finished shard, until all are: its errors and its sha256
-UNFINISHED = ".unfinished"
-NORMS = ("input_layernorm", "post_attention_layernorm")
+
+# A folder without a description, and a recipe without scales -> scales, and where they come from in JSON's types.
+Fp8Reader = Callable[[Path, Fp8Recipe], tuple[ActivationScales, Mapping[str, Any]]]
 
 
 class Progress(NamedTuple):
@@ -62,7 +54,51 @@ class Progress(NamedTuple):
 
     layers: int  # done
     of: int
-    seconds_left: float
+    seconds_left: float | None  # None: all were done before
+
+
+@dataclass(frozen=True)
+class Own:
+    """Our own format: the precision that the folder is to name, and who finds scales if its prefill is FP8."""
+
+    precision: Precision
+    read_fp8: Fp8Reader | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether a prefill reads FP8."""
+        return self.precision.prefill == E4M3
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's files: the shard of its codes, and of an FP8 prefill's if there is one."""
+
+    int4: Path
+    fp8: Path
+
+    @property
+    def done(self) -> Path:
+        return self.int4.with_name(f"{self.int4.name}{DONE}")
+
+    def finished(self) -> Mapping[str, Errors] | None:
+        """The errors that an earlier run found; None where it did not finish, or a crash has damaged a file since."""
+        try:
+            said = JsonReader(self.done, read_json(self.done))
+            errors, sums = said.section("errors"), said.section("sha256")
+            names = dict.fromkeys((self.int4.name, *sums.content))
+            sound = all(sha256_of(self.done.with_name(name)) == sums.text(name) for name in names)
+            modules = [(module, errors.section(module)) for module in errors.content]
+            return {module: {kind: of.number(kind) for kind in of.content} for module, of in modules} if sound else None
+        except (ConfigError, OSError):
+            return None
+
+    def write(self, files: Mapping[Path, bytes], errors: Mapping[str, Errors]) -> None:
+        """Write files, and then that they are all."""
+        for path, content in files.items():
+            write_whole(path, content)
+        sums = {path.name: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+        write_json(self.done, {"errors": errors, "sha256": sums})
 
 
 def write_quantised(
@@ -72,13 +108,15 @@ def write_quantised(
     groups: Groups,
     method: Mapping[str, Any],
     *,
+    own: Own | None = None,
+    value_rotation: int = 0,
     force: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> dict[str, Errors]:
     """Quantise the projections of ``source`` and write the folder; the errors of each, by name (see ``Quantised``).
 
     ``method`` says in JSON's types what the quantiser does: a job that was interrupted goes on where ``source``,
-    ``groups`` and ``method`` are the same.
+    ``groups``, ``value_rotation`` (see ``folded_layer``) and ``method`` are the same.
     """
     check_output(source, output, force=force, what=WHAT)
     config = load_config(source)
@@ -87,9 +125,14 @@ def write_quantised(
         raise InputError(
             f"{source} is quantised already ({checkpoint.format.title}): give the model that it was made from"
         )
-    layers, there = config.num_hidden_layers, output.resolve()
-    shards = [f"model-{index + 1:05}-of-{layers + 1:05}.safetensors" for index in range(layers + 1)]
-    partial = there.parent / f".{there.name}-{_job(source, groups, method)}.partial"
+    count, there = config.num_hidden_layers, output.resolve()
+    job = _job(source, [groups, value_rotation, method, own.precision.weight_scales if own and own.fp8 else None])
+    partial = there.parent / f".{there.name}-{job}.partial"
+    shards = [f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
+    layers = [
+        _Layer(partial / shard, partial / f"fp8_weights-{index + 1:05}-of-{count:05}.safetensors")
+        for index, shard in enumerate(shards[:-1])
+    ]
     kept = f"finished layers are kept in {partial}, for the same command to go on from them"
     with (
         _interruption(kept),
@@ -99,27 +142,71 @@ def write_quantised(
         errors: dict[str, Errors] = {}
         working = quantiser(checkpoint)
         spent, written = 0.0, 0
-        for index, shard in enumerate(shards[:-1]):
+        for index, layer in enumerate(layers):
             start = time.perf_counter()
-            weights = _folded(checkpoint, index)
-            found = _finished(partial / shard)
+            weights = folded_layer(checkpoint, index, value_rotation)
+            found = layer.finished()
             if found is None:
-                found = _write_layer(checkpoint, index, weights, partial / shard, working)
+                quantised = working.quantise(index, weights)
+                found = {module: quantised[module].errors for module in weights}
+                ones = torch.ones(config.hidden_size, dtype=torch.bfloat16)
+                tensors = {f"model.layers.{index}.{norm}.weight": ones.clone() for norm in NORMS}
+                for module in weights:
+                    tensors |= packed_tensors(module, quantised[module].codes)
+                files = {layer.int4: save(tensors, {"format": "pt"})}
+                if own is not None and own.fp8:
+                    files[layer.fp8] = save(_fp8_tensors(checkpoint, index, weights, own.precision))
+                layer.write(files, found)
                 written += 1
                 spent += time.perf_counter() - start
             else:
-                codes = unpacked(load_file(partial / shard), projections_of(index), groups)
+                codes = unpacked(load_file(layer.int4), projections_of(index), groups)
                 working.passed(index, weights, codes)
             errors |= found
             if progress is not None:
-                progress(Progress(index + 1, layers, spent / max(written, 1) * (layers - index - 1)))
+                left = spent / written * (count - index - 1) if written else None
+                progress(Progress(index + 1, count, left))
+        del working  # and with it what it holds of a calibration text
         ends = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
-        _write_whole(partial / shards[-1], save({name: checkpoint.read(name) for name in ends}, {"format": "pt"}))
-        _describe(source, partial, shards, groups, method, errors)
+        write_whole(partial / shards[-1], save({name: checkpoint.read(name) for name in ends}, {"format": "pt"}))
+        assemble(source, partial, shards, groups)
+        described = {**method, "group_size": groups.group_size, "zero_points": groups.zero_points, "errors": errors}
+        seal(partial, {**_own_sections(own, partial, layers), INT4_SECTION: described})
         check_output(source, output, force=force, what=WHAT)  # another job may have been faster
         with scratch_beside(output, there.parent, WHAT) as scratch:
             publish(partial, there, scratch / "replaced")
     return errors
+
+
+def _fp8_tensors(
+    checkpoint: Checkpoint, index: int, weights: Mapping[str, torch.Tensor], precision: Precision
+) -> dict[str, torch.Tensor]:
+    logical = logical_weights(weights, checkpoint.config.head_dim)
+    return weights_tensors(
+        {
+            (index, op): quantize_weight(f"layer {index}, {op}", weight, precision.weight_scales)
+            for op, weight in logical.items()
+        }
+    )
+
+
+def _own_sections(own: Own | None, folder: Path, layers: list[_Layer]) -> dict[str, Any]:
+    """What our own format says beside the codes; of an FP8 prefill its scales are found first."""
+    if own is None:
+        return {}
+    sections: dict[str, Any] = {"precision": precision_section(own.precision)}
+    if own.fp8:
+        assert own.read_fp8 is not None
+        files = [layer.fp8 for layer in layers]
+        weights = StoredWeights(files, load_config(folder))
+        scales, origin = own.read_fp8(folder, Fp8Recipe(ActivationScales.unknown(len(layers)), weights=weights))
+        save_scales(scales, folder / SCALES_FILE)
+        sections |= {
+            "bf16_layers": "",
+            "fp8_scales": {"file": SCALES_FILE, **origin},
+            "fp8_weights": {"files": [path.name for path in files]},
+        }
+    return sections
 
 
 @contextmanager
@@ -144,97 +231,8 @@ def _interruption(kept: str) -> Iterator[None]:
         raise KeyboardInterrupt(kept) from interruption
 
 
-def _job(source: Path, groups: Groups, method: Mapping[str, Any]) -> str:
-    """What an interrupted job is known by: groups and method, and the source's files by size and time of change."""
+def _job(source: Path, how: list[Any]) -> str:
+    """What an interrupted job is known by: how it quantises, and the source's files by size and time of change."""
     files = [(name, (source / name).stat()) for name in ("config.json", *weight_files(source))]
-    known = [groups, method, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files], FORMAT]
+    known = [how, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files], FORMAT]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _folded(checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
-    """The weights of a layer's projections, BF16 [N, K], by their modules' names, gains folded in."""
-    input_gain, mlp_gain = (checkpoint.read(f"model.layers.{index}.{norm}.weight") for norm in NORMS)
-    folded = {}
-    for module in projections_of(index):
-        gain = None if module.endswith(("o_proj", "down_proj")) else mlp_gain if ".mlp." in module else input_gain
-        weight = checkpoint.projection(module)
-        folded[module] = weight.to(torch.bfloat16) if gain is None else fold_gain(weight, gain)
-    return folded
-
-
-def _write_layer(
-    checkpoint: Checkpoint, index: int, weights: Mapping[str, Tensor], shard: Path, quantiser: LayerQuantiser
-) -> Mapping[str, Errors]:
-    ones = torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16)
-    tensors = {f"model.layers.{index}.{norm}.weight": ones.clone() for norm in NORMS}
-    quantised = quantiser.quantise(index, weights)
-    for module in weights:
-        tensors |= packed_tensors(module, quantised[module].codes)
-    errors = {module: quantised[module].errors for module in weights}
-    content = save(tensors, {"format": "pt"})
-    _write_whole(shard, content)
-    finished = {"errors": errors, "sha256": hashlib.sha256(content).hexdigest()}
-    _write_json(shard.with_name(f"{shard.name}{DONE}"), finished)
-    return errors
-
-
-def _finished(shard: Path) -> Mapping[str, Errors] | None:
-    """The errors of a layer that an earlier run finished; None where it did not, or a crash has damaged it since."""
-    done = shard.with_name(f"{shard.name}{DONE}")
-    try:
-        finished = JsonReader(done, read_json(done))
-        errors = finished.section("errors")
-        modules = [(module, errors.section(module)) for module in errors.content]
-        read = {module: {name: said.number(name) for name in said.content} for module, said in modules}
-        return read if sha256_of(shard) == finished.text("sha256") else None
-    except (ConfigError, OSError):
-        return None
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
-
-
-def _describe(
-    source: Path,
-    folder: Path,
-    shards: list[str],
-    groups: Groups,
-    method: Mapping[str, Any],
-    errors: Mapping[str, Errors],
-) -> None:
-    """Write all that is not weights."""
-    for name in carried_files(source, weight_files(source)):
-        if name not in (INDEX_FILE, "config.json"):
-            shutil.copyfile(source / name, folder / name)
-    content = {**read_json(source / "config.json"), "quantization_config": packed_config(groups)}
-    _write_json(folder / "config.json", content)
-    weight_map: dict[str, str] = {}
-    size = 0
-    for shard in shards:
-        with safe_open(str(folder / shard), framework="pt") as opened:
-            weight_map |= dict.fromkeys(opened.keys(), shard)
-        size += (folder / shard).stat().st_size
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    for path in (*folder.glob(f"*{DONE}"), *folder.glob(f"*{UNFINISHED}")):
-        path.unlink()
-    files = sorted(path for path in folder.iterdir() if path.name != DESCRIPTION_FILE)
-    _write_json(
-        folder / DESCRIPTION_FILE,
-        {
-            "format": FORMAT,
-            INT4_SECTION: {
-                **method,
-                "group_size": groups.group_size,
-                "zero_points": groups.zero_points,
-                "errors": errors,
-            },
-            "sha256": {path.name: sha256_of(path) for path in files},
-        },
-    )
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

@@ -8,6 +8,7 @@ from .decode_gemm import DecodeGemmSpec
 from .gemm import GemmSpec
 from .rows import ArgmaxPartsSpec, ArgmaxSpec, GatherRowsSpec
 from .sampling import SampleSpec
+from .step import StepBeginSpec, StepEndSpec
 
 __all__ = [
     "ABI_VERSION",
@@ -23,6 +24,8 @@ __all__ = [
     "KernelSpec",
     "Param",
     "SampleSpec",
+    "StepBeginSpec",
+    "StepEndSpec",
     "Tile",
     "copy_blocks",
 ]

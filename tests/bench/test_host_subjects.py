@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from futransformer.bench.runner import Bench
-from futransformer.bench.subjects import build, load
+from futransformer.bench.subjects import build, decode_host, load, quantize
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import BuildError
+from futransformer.generator.errors import BuildError, InputError
 from futransformer.generator.plan import kernel_specs
 from futransformer.ops.interface import Stream
+from futransformer.sampling import Sampling
 from tests.bench.conftest import CpuBench, ReferenceKernels
 
 SMALL = "smollm2-135m"
@@ -67,3 +70,50 @@ def test_loading_is_timed_and_a_kernel_launched(monkeypatch: pytest.MonkeyPatch)
     untouched = lambda self, phase, table, indices: Stream(table, table, table)  # noqa: E731
     monkeypatch.setattr(ReferenceKernels, "gather_rows", untouched)
     assert load.measure(SMALL, bench)[0]["error"] > 0
+
+
+def test_quantising_is_timed_on_a_random_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real, with a short text; what errs more than the nearest codes, or is not there, is seen."""
+    tiny = replace(
+        load_config(SMALL),
+        num_hidden_layers=1,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    monkeypatch.setattr(quantize, "load_config", lambda name: tiny)
+    monkeypatch.setattr(quantize, "CALIBRATION", ("--calibration", "random", "--samples", "2", "--seqlen", "32"))
+    time_row, memory_row = quantize.measure("tiny", "gptq", CpuBench())
+    assert (time_row["case"], time_row["unit"], time_row["error"]) == ("quantize/tiny/gptq", "s", 0)
+    assert (memory_row["case"], memory_row["unit"]) == ("quantize/tiny/gptq/host memory", "GB")
+    assert 0.1 < memory_row["ours"] < 4, "torch alone takes some hundred MB"
+    worse = {"errors": {f"{index}": {"output": 2.0, "output_of_nearest": 1.0} for index in range(6)}}
+    monkeypatch.setattr(quantize, "timed_quantise", lambda model, method: (1.0, 10**9, worse))
+    assert [row["error"] for row in quantize.measure("tiny", "gptq", CpuBench())] == [7, 7]
+
+
+def test_a_failed_quantisation_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no folder"):
+        quantize.timed_quantise(tmp_path / "none", ())
+
+
+@pytest.mark.parametrize("sampling", decode_host.SAMPLINGS.values(), ids=list(decode_host.SAMPLINGS))
+@pytest.mark.parametrize("precision", ["bf16", "int4-head8"])
+def test_the_hosts_part_of_a_token_is_timed(
+    cpu_bench: CpuBench, monkeypatch: pytest.MonkeyPatch, precision: str, sampling: Sampling | None
+) -> None:
+    """All of the time, where nothing is waited for; wrong tokens are counted."""
+    small = replace(load_config(SMALL), num_hidden_layers=1, vocab_size=320)
+    monkeypatch.setattr(decode_host, "shape_config", lambda _: small)
+    monkeypatch.setattr(cpu_bench, "library", lambda shape, precision: ReferenceKernels(small, precision))
+    monkeypatch.setattr(decode_host, "RUNS", 2)
+    (row,) = decode_host.measure("a", "8b", precision, sampling, 2, 70, 3, cpu_bench)
+    assert row["case"] == "a"
+    assert row["unit"] == "us"
+    assert row["error"] == 0
+    assert 1 < row["spread"][0] <= row["ours"] <= row["spread"][1]
+    monkeypatch.setattr(ReferenceKernels, "argmax", lambda self, logits, out: out.fill_(320))
+    monkeypatch.setattr(ReferenceKernels, "sample", lambda self, logits, rows, out: out.fill_(320))
+    assert decode_host.measure("a", "8b", precision, sampling, 2, 70, 1, cpu_bench)[0]["error"] == 2

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from futransformer.bench.case import HostCase
+from futransformer.bench.rivals import transformers_batching
+from futransformer.bench.runner import Outcome, run_host_case
 from futransformer.bench.subjects import serve
 from futransformer.bench.subjects.serve import Loop
 from futransformer.engine import Engine
@@ -39,11 +43,25 @@ def test_a_closed_loop_is_told_in_five_rows(small: None, precision: str) -> None
     ]
     assert [row["unit"] for row in rows] == ["tokens/s", "ms", "ms", "ms", "ms"]
     assert all(row["error"] == 0 and row["ours"] > 0 for row in rows)
-    _, first, between, step, host = rows
+    total, first, between, step, host = rows
+    assert total["ratio"] == pytest.approx(total["ours"] / total["rivals"]["transformers"])
     assert (first["samples"], between["samples"]) == (6, 6 * 6)
     assert first["spread"][0] <= first["ours"] <= first["spread"][1] <= first["p99"]
     assert step["beside"]["a decode step alone"] > 0
     assert 0 < host["ours"] < step["ours"] * 1.001
+
+
+def test_a_rival_that_fails_is_left_out_with_a_note(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(transformers_batching, "manager", failing)
+    outcome = Outcome()
+    run_host_case(HostCase("serve", partial(serve.measure_streams, "8b", "bf16")), TinyBench(), outcome, lambda _: None)
+    assert outcome.notes == [
+        "serve/8b/bf16/streams=3/total: transformers left out: RuntimeError: no such kernel",
+    ]
+    assert (len(outcome.rows), outcome.failed) == (5, False)
 
 
 def test_a_shared_prefix_is_told_beside_one_that_is_not(small: None) -> None:

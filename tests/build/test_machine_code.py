@@ -42,6 +42,8 @@ def one_of_each(plan: Plan) -> tuple[KernelSpec, ...]:
         plan.argmax,
         plan.argmax_parts,
         plan.sample,
+        plan.step_begin,
+        plan.step_end,
     )
 
 

@@ -8,7 +8,6 @@ gets another text. All of it is exact in float32, so that no order of reading ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +20,8 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import KVCache
 from futransformer.model import Llama
 from futransformer.prefill_step import PassInputs
-from futransformer.sampling import SamplingRows, choose
+from futransformer.reference import ReferenceOps
+from futransformer.sampling import SamplingRows
 
 VOCABULARY = 101
 EOS = 100
@@ -58,32 +58,14 @@ def text_after(prompt: Sequence[int], count: int, ends: Sequence[int] = (EOS,)) 
     return tokens[len(prompt) :]
 
 
-class ExactOps:
-    """The operations that a Llama calls outside its layers."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.capturable = False
-
-    def chain(self) -> Any:
-        return nullcontext()
-
-    def argmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return logits.argmax(1).to(torch.int32)
-
-    def sample(self, logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
-        return choose(logits, rows).int()
-
-
 class ExactLlama(Llama):
     """The model, with a cache of its own; ``cost`` counts the rows of all passes and steps."""
 
     def __init__(self, num_pages: int, *, page_order: list[int] | None = None, max_rows: int = 8192) -> None:
         cache = KVCache(CONFIG, num_pages, dtype=torch.float32, page_order=page_order)
         cache.pool.fill_(torch.nan)  # what nobody has written makes no text
-        ops: Any = ExactOps()
         weights: Any = None
-        super().__init__(CONFIG, ops, weights, cache, max_rows=max_rows)
+        super().__init__(CONFIG, ReferenceOps(CONFIG), weights, cache, max_rows=max_rows)
         self.read_rows = 0
         self.steps = 0
 
@@ -111,7 +93,9 @@ class ExactLlama(Llama):
         found = [self._logits(inputs.block_table[o], int(inputs.seqlens_k[o])) for o in owners.tolist()]
         return torch.stack(found) if found else torch.empty(0, VOCABULARY)
 
-    def _decode_tokens(self, tokens: Tensor, rows: DecodePass, logits: bool) -> Tensor | None:
+    def _decode_tokens(
+        self, tokens: Tensor, rows: DecodePass, logits: bool, sampling: SamplingRows | None = None
+    ) -> Tensor | None:
         self.steps += 1
         self._store(tokens, rows.slots)
         found = torch.stack(

@@ -15,6 +15,7 @@ from futransformer.generator.errors import CheckpointError, InputError, OutOfMem
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bytes
 from futransformer.memory import pages_that_fit, plan_memory
+from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Message, Tokenizer
 
@@ -61,6 +62,37 @@ def test_texts_are_those_of_the_model_alone(tiny_model: Path, options: Any) -> N
         assert text.text == llm.tokenizer.decode(shown)
     stats = llm.engine.stats()
     assert stats.free_pages == stats.num_pages
+
+
+def test_an_int4_copy_is_shared_with_its_page(tiny_base_model: Path) -> None:
+    """Decode reads the copy alone: were it not there, or another's, no text would be the same."""
+    config, row = load_config(tiny_base_model), get_precision("bf16-kv4")
+    prefix = "0123456789" * 20
+    prompts = [f"{prefix} {text}" for text in PROMPTS if len(text) < 20]
+    texts = {}
+    for caching in (False, True):
+        ops = ReferenceOps(config, dtype=torch.float32, copy=row.copy)
+        llm = LLM(tiny_base_model, ops=ops, precision=row, enable_prefix_caching=caching)
+        copy = llm.engine.model.cache.copy
+        assert copy is not None
+        copy.fill_(255)
+        texts[caching] = tokens_of(llm.generate(prompts, GREEDY))
+        assert llm.engine.stats().prefix_hit_tokens == (caching and 2 * 192)
+    assert texts[True] == texts[False]
+
+
+def test_prompts_are_read_in_fp8_by_frozen_scales_alone(tiny_base_model: Path) -> None:
+    """A prompt's codes do not depend on what was read before; running scales would make them."""
+    recipe = Fp8Recipe.unknown(load_config(tiny_base_model).num_hidden_layers)
+    options: dict[str, Any] = {"precision": "fp8", "device": "cpu", "recipe": recipe}
+    llm = LLM(tiny_base_model, **options)
+    first = tokens_of(llm.generate(PROMPTS[:1], GREEDY))
+    llm.generate(PROMPTS[1:], GREEDY)
+    assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == first
+    model = Llama.from_pretrained(tiny_base_model, **options)
+    assert model.generate([llm.tokenizer.encode_prompt(PROMPTS[0])], 24) == first
+    with pytest.raises(InputError, match="needs frozen FP8 scales"):
+        LLM(tiny_base_model, fp8_scales="running", **options)
 
 
 def test_streams_are_the_text_in_pieces(tiny_model: Path) -> None:

@@ -21,7 +21,7 @@ class Idle(ExactLlama):
     def _prefill_logits(self, inputs: Any, rows_of_pass: Any, rows: Any = "last") -> Tensor:
         return torch.zeros(len(inputs.ends), VOCABULARY)
 
-    def _decode_tokens(self, tokens: Tensor, rows: Any, logits: bool) -> Tensor | None:
+    def _decode_tokens(self, tokens: Tensor, rows: Any, logits: bool, sampling: Any = None) -> Tensor | None:
         tokens.add_(1).remainder_(90)
         return torch.zeros(len(tokens), VOCABULARY) if logits else None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,18 +277,27 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(ahead: int) -> None
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_random_traffic(ahead: int, request: pytest.FixtureRequest) -> None:
-    """Arrivals, lengths, stops, samples and aborts at random, in a cache that is too small: every text is right."""
+    """Arrivals, lengths, stops and aborts at random, in a cache that is too small: every text is right, memory flat."""
     seconds = request.config.getoption("--soak-seconds")
     end = time.monotonic() + seconds / 2
-    seed = 0
+    seed = before = 0
     evictions = hits = aborts = 0
     while seed < 5 or time.monotonic() < end:
+        if seed == 5:
+            before = resident_bytes()
         stats = run_traffic(seed, ahead)
         evictions += stats.evictions
         hits += stats.prefix_hit_tokens
         aborts += stats.aborted_requests
         seed += 1
     assert min(evictions, hits, aborts) > 10, "the traffic tests nothing"
+    assert seed == 5 or resident_bytes() - before < 16 << 20, f"memory grew in {seed - 5} runs"
+
+
+def resident_bytes() -> int:
+    """What this process has in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def run_traffic(seed: int, ahead: int) -> Any:

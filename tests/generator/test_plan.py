@@ -178,7 +178,7 @@ def test_the_order_is_that_of_the_model() -> None:
     config = CONFIGS["llama-3.1-8b"]
     names = [spec.name for spec in kernel_specs(config, "bf16")]
     assert names == [spec.name for spec in kernel_specs(replace(config), get_precision("bf16"))]
-    role = r"(gather_rows|attention_\w+?|argmax(?:_parts)?|sample|(?:decode_)?gemm_\w+?)_sm90"
+    role = r"(gather_rows|attention_\w+?|argmax(?:_parts)?|sample|step_begin|step_end|(?:decode_)?gemm_\w+?)_sm90"
     heads = [re.match(role, name) for name in names]
     roles = [role for role, _ in itertools.groupby(found[1] for found in heads if found)]
     ops = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -191,6 +191,8 @@ def test_the_order_is_that_of_the_model() -> None:
         "argmax",
         "argmax_parts",
         "sample",
+        "step_begin",
+        "step_end",
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from futransformer.decode_step import DecodeStep
+from futransformer.decode_step import DecodeStep, Kind
 from futransformer.driver import LaunchChain, hopper_problem
 from futransformer.generator.config import load_config
 from futransformer.kv_cache import KVCache, page_bucket
@@ -22,13 +22,13 @@ START = (5, 1, 64)  # lengths before the first step: page boundaries fall on dif
 class RecordedGraph:
     """Stands in for a CUDA graph: a replay runs what was captured, with the arguments of its capture."""
 
-    def __init__(self, step: DecodeStep, pages: int, logits: Tensor | None) -> None:
-        self.step, self.pages, self.logits = step, pages, logits
+    def __init__(self, step: DecodeStep, pages: int, kind: Kind, logits: Tensor | None) -> None:
+        self.step, self.pages, self.kind, self.logits = step, pages, kind, logits
         self.replays = 0
 
     def replay(self) -> None:
         self.replays += 1
-        found = self.step._run(self.pages, self.logits is not None)
+        found = self.step._run(self.pages, self.kind)
         assert (found is None) == (self.logits is None), "logits are given where they are asked for"
         if self.logits is not None and found is not None:
             self.logits.copy_(found)
@@ -39,8 +39,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """The graphs that are captured, in order."""
     captured: list[RecordedGraph] = []
 
-    def capture(step: DecodeStep, pages: int, logits: bool) -> Any:
-        captured.append(RecordedGraph(step, pages, torch.empty(step.tokens.shape[0], 258) if logits else None))
+    def capture(step: DecodeStep, pages: int, kind: Kind) -> Any:
+        logits = torch.empty(step.tokens.shape[0], 258) if kind == "logits" else None
+        captured.append(RecordedGraph(step, pages, kind, logits))
         return captured[-1], captured[-1].logits
 
     monkeypatch.setattr(DecodeStep, "_capture", capture)

@@ -147,7 +147,8 @@ struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
       for (int unit = 0; unit < k / GroupK; ++unit) {
         size_t const base = (size_t(row / 16) * (k / GroupK) + unit) * kUnit;
         int const exponent = random() % 4, g = row % 8, half = row / 8 % 2, zero = ZeroPoints ? random() % 16 : 8;
-        packed.store(base + kCodes + 4 * g + 2 * half, 0x3c00 - exponent * 0x400);  // 2^-exponent
+        bool const negative = random() % 2;
+        packed.store(base + kCodes + 4 * g + 2 * half, negative << 15 | (0x3c00 - exponent * 0x400));  // +-2^-exponent
         if (ZeroPoints) packed[base + kCodes + 32 + 2 * g + half] = zero;
         for (int i = 0; i < GroupK; ++i) {
           // Nibble e / 2 + 4 (e % 2) of the word of row g + 8 half, lane t and 32 k; words of 64 k lie side by side.
@@ -155,7 +156,7 @@ struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
           int const lane_bytes = GroupK % 64 ? 8 : 16, group = GroupK % 64 ? 0 : i / 32 % 2;
           size_t const word = base + i / 64 * 512 + (4 * g + t) * lane_bytes + group * 8 + half * 4;
           packed[word + nibble / 2] |= code << nibble % 2 * 4;
-          logical[row * k + unit * GroupK + i] = std::ldexp(float(code - zero), -exponent);
+          logical[row * k + unit * GroupK + i] = std::ldexp(float(negative ? zero - code : code - zero), -exponent);
         }
       }
     }

@@ -28,11 +28,13 @@ from futransformer.generator.specs import (
     GemmSpec,
     KernelSpec,
     SampleSpec,
+    StepBeginSpec,
+    StepEndSpec,
 )
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
-from futransformer.ops.interface import Fp8Output, Phase, Projection
+from futransformer.ops.interface import Fp8Output, Phase, Projection, StepRows, Stops
 from futransformer.packing import unpack_decode, unpack_e4m3, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear, with_gain
 from futransformer.sampling import SamplingRows
@@ -80,6 +82,15 @@ class StandInKernel:
             seen = arguments.pop("seen")
             rows = SamplingRows(**arguments, seen=seen if seen.numel() else None)
             self.ops.sample(logits, rows, out=out)
+        elif isinstance(spec, StepBeginSpec):
+            assert arguments.pop("block_table_stride") == arguments["block_table"].shape[1]
+            assert arguments.pop("rows") == len(arguments["lengths"])
+            self.ops.begin_step(StepRows(**arguments))
+        elif isinstance(spec, StepEndSpec):
+            assert arguments.pop("log_steps") == len(arguments["log"])
+            assert arguments.pop("rows") == len(arguments["lengths"])
+            tokens, lengths = arguments.pop("tokens"), arguments.pop("lengths")
+            self.ops.end_step(tokens, lengths, Stops(**arguments))
         else:
             assert isinstance(spec, (AttentionPrefillSpec, AttentionDecodeSpec))
             self._attend(spec, **arguments)

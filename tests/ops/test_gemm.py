@@ -84,7 +84,9 @@ class Problem:
         packed: Tensor | Int4Weight = self.logical
         if ops.precision.decode == INT4 and phase == "decode" and op != "lm_head":
             groups = ops.precision.group_size
-            packed = round_to_nearest(op, self.logical, groups, zero_points=ops.precision.zero_points)
+            zero_points = ops.precision.zero_points
+            packed = round_to_nearest(op, self.logical, groups, zero_points=zero_points, search="mse")
+            assert zero_points or (packed.scales < 0).any(), "symmetric scales may be negative"
             self.logical = packed.dequantise()
             if rows <= SPLIT_BATCH:
                 self.integers = as_integers(self.x, next(iter(ops.plan.decode[op].values())).group_k)

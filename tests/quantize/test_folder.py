@@ -60,7 +60,7 @@ def test_the_folder_is_the_model_and_says_what_it_is(tiny_base_model: Path, cali
     for path in tiny_base_model.iterdir():
         assert (calibrated / path.name).read_bytes() == path.read_bytes()
     said = json.loads((calibrated / "futransformer.json").read_text())
-    assert said["format"] == 2
+    assert said["format"] == 3
     assert said["precision"] == {
         "name": "fp8",
         "prefill": "e4m3",
@@ -137,7 +137,7 @@ def test_fp8_weights_come_back(tiny_base_model: Path, tmp_path: Path) -> None:
     weights = {(1, "down"): quantize_weight("down", layer.down.flip(0), "tensor")}
     out = write(tiny_base_model, tmp_path / "out", weights=weights)
     said = json.loads((out / "futransformer.json").read_text())
-    assert said["fp8_weights"] == {"file": "fp8_weights.safetensors"}
+    assert said["fp8_weights"] == {"files": ["fp8_weights.safetensors"]}
     assert said["sha256"]["fp8_weights.safetensors"] == sha256_of(out / "fp8_weights.safetensors")
     assert (out / "fp8_weights.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     read = read_recipe(out, load_config(out)).weights
@@ -149,6 +149,16 @@ def test_fp8_weights_come_back(tiny_base_model: Path, tmp_path: Path) -> None:
     rounded = [layer.down["prefill"] for layer in plain.weights.layers]
     assert torch.equal(flipped.weights.layers[1].down["prefill"], rounded[1].flip(0))
     assert [scale.numel() for scale in flipped.weights.scales[-4:]] == [512, 128, 384, 128]
+
+
+def test_format_2_is_read(tiny_base_model: Path, tmp_path: Path) -> None:
+    """Which named one file of FP8 weights."""
+    layer = load_checkpoint(tiny_base_model, load_config(tiny_base_model)).layer(1)
+    weights = {(1, "o"): quantize_weight("o", layer.o.flip(0), "tensor")}
+    out = write(tiny_base_model, tmp_path / "out", weights=weights)
+    rewrite(out, lambda c: c.update(format=2, fp8_weights={"file": "fp8_weights.safetensors"}))
+    read = read_recipe(out, load_config(out)).weights
+    assert torch.equal(read[1, "o"].codes.float(), weights[1, "o"].codes.float())
 
 
 def test_format_1_is_read(calibrated: Path) -> None:
@@ -317,12 +327,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no description": (lambda f: (f / "futransformer.json").unlink(), "has no FP8 scales"),
     "cut description": (lambda f: (f / "futransformer.json").write_text('{"form'), "not valid JSON"),
     "no version": (lambda f: rewrite(f, lambda c: c.pop("format")), "format must be an integer"),
-    "another version": (lambda f: rewrite(f, lambda c: c.update(format=3)), "is of format 3, this version reads"),
+    "another version": (lambda f: rewrite(f, lambda c: c.update(format=4)), "is of format 4, this version reads"),
     "no parts": (lambda f: rewrite(f, lambda c: c.pop("bf16_layers")), "bf16_layers must be a string"),
     "parts of another depth": (lambda f: rewrite(f, lambda c: c.update(bf16_layers="2")), "none of the parts of 2 lay"),
     "no weights": (
-        lambda f: rewrite(f, lambda c: c.update(fp8_weights={"file": "fp8_weights.safetensors"})),
+        lambda f: rewrite(f, lambda c: c.update(fp8_weights={"files": ["fp8_weights.safetensors"]})),
         "fp8_weights.safetensors must be a string",
+    ),
+    "weights elsewhere": (
+        lambda f: rewrite(f, lambda c: c.update(fp8_weights={"files": ["../fp8_weights.safetensors"]})),
+        "fp8_weights.files must be a list of names of files",
     ),
     "weights of another type": (
         lambda f: replace_weights(f, {"layers.0.o.codes": torch.zeros(2, 2), "layers.0.o.scale": torch.ones(1)}),

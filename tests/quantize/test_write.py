@@ -22,6 +22,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, CheckpointError, InputError, UnsupportedError
 from futransformer.generator.precision import CHANNEL
 from futransformer.model import Llama
+from futransformer.quantize import assemble as assemble_module
 from futransformer.quantize import layers as layers_module
 from futransformer.quantize import write as write_module
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
@@ -139,7 +140,7 @@ def test_a_flipped_bit_is_noticed_when_scales_have_been_added(tiny_base_model: P
     ("change", "words"),
     [
         ({"sha256": None}, "config.json is no file that futransformer.json names"),
-        ({"format": 3}, "is of format 3, this version reads formats up to 2"),
+        ({"format": 4}, "is of format 4, this version reads formats up to 3"),
     ],
 )
 def test_a_description_that_says_no_sums_is_refused(
@@ -221,7 +222,7 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
         raise StoppedError
 
     with monkeypatch.context() as patched:
-        patched.setattr(write_module, "_describe", stop)
+        patched.setattr(write_module, "assemble", stop)
         with pytest.raises(StoppedError):
             write(tiny_base_model, tmp_path / "out")
     (partial,) = tmp_path.glob(".out-*.partial")
@@ -233,14 +234,14 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
 
 
 def test_a_full_disk_says_what_is_kept(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = write_module._write_whole
+    whole = assemble_module.write_whole
 
     def full(path: Path, content: bytes) -> None:
         if path.name == SHARDS[1]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         whole(path, content)
 
-    monkeypatch.setattr(write_module, "_write_whole", full)
+    monkeypatch.setattr(write_module, "write_whole", full)
     with pytest.raises(BuildError, match="finished layers are kept in") as refusal:
         write(tiny_base_model, tmp_path / "out")
     (partial,) = tmp_path.glob(".out-*.partial")
@@ -260,7 +261,7 @@ def test_another_method_begins_anew(
     def stop(*_: Any) -> None:
         raise StoppedError
 
-    monkeypatch.setattr(write_module, "_describe", stop)
+    monkeypatch.setattr(write_module, "assemble", stop)
     for groups, method in jobs:
         with pytest.raises(StoppedError):
             write_quantised(tiny_base_model, tmp_path / "out", nearest(groups), groups, {"method": method})

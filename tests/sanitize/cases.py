@@ -35,6 +35,7 @@ from tests.ops import test_gemm as prefill_gemm
 from tests.ops import test_next_tokens as next_tokens
 from tests.ops import test_odd_shapes as odd_shapes
 from tests.ops import test_sampling as sampling
+from tests.ops import test_step as step
 from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_config, precision_of, tested_plan
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
@@ -87,6 +88,7 @@ def model_cases(ops: KernelLibrary) -> Iterator[Case]:
     """Each operation of a model; projections in the order of their weights' sizes."""
     yield Case("rows", partial(odd_shapes.check_rows, ops))
     yield Case("sample", partial(sampling.check_sample, ops, 5))
+    yield Case("step", partial(check_step, ops))
     yield Case("attention_decode", partial(check_attention_decode, ops._attention_decode))
     yield Case("attention_prefill", partial(check_attention_prefill, ops))
     shapes = projections(ops.config)
@@ -103,6 +105,12 @@ def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
     """One number for each kernel: one more than half of the most that it serves, as a bucket begins."""
     serving = {spec: min(most // 2 + 1, MOST_ROWS) for most, spec in ops.plan.prefill[op].items()}
     return list(serving.values())
+
+
+def check_step(ops: KernelLibrary) -> None:
+    """Its two ends, of more rows than threads."""
+    step.check_begin(ops, 300)
+    step.check_end(ops, ops.config.vocab_size, 300)
 
 
 def check_decode(ops: KernelLibrary, op: Projection, tile: int) -> None:

@@ -19,7 +19,9 @@ SUBJECTS: tuple[str, ...] = (
     "attention_decode",
     "decode_block",
     "decode_step",
+    "decode_host",
     "serve",
+    "quantize",
     "load",
     "build",
 )

@@ -5,7 +5,7 @@ times. Rows are told of the whole run, the prompts that were read in it included
 
 | row | |
 | --- | --- |
-| total | generated tokens a second, from the first request to the last token |
+| total | generated tokens a second, from the first request to the last token, and transformers' continuous batching's |
 | first-token | from a request's arrival to its first token |
 | between-tokens | from one token of a request to its next, what others' prompts take of it included |
 | step | a step of 64 sequences that reads no prompt, beside the same at 768 tokens each, replayed alone |
@@ -27,12 +27,14 @@ from typing import Any
 
 import torch
 
-from futransformer.bench.case import HostCase, Row
+from futransformer.bench.case import HostCase, RivalMissingError, Row
 from futransformer.bench.harness import percentile
 from futransformer.bench.random_model import random_llama
+from futransformer.bench.rivals import transformers_batching
 from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import shape_config
 from futransformer.engine import Engine, SamplingParams
+from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
 from futransformer.model import Llama
@@ -71,6 +73,12 @@ def measure_streams(shape: str, precision: str, bench: Bench) -> Sequence[Row]:
     loop = load_of(model, ROUNDS)
     loop.run()
     total = row(f"{name}/total", [loop.generated / loop.seconds], 1.0, "tokens/s", loop.wrong)
+    prompts = loop.clients
+    try:
+        rival = transformers_tokens_a_second(model.config, model.cache.device, prompts)
+        total["rivals"], total["ratio"] = {"transformers": rival}, total["ours"] / rival
+    except Exception as error:  # a rival may fail in any way
+        total["notes"] = [f"transformers left out: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"]
     step = row(f"{name}/step", loop.steps, 1e-3, "ms", loop.wrong)
     step["beside"] = {"a decode step alone": alone * 1e3}
     return [
@@ -169,6 +177,20 @@ class Loop:
             tokens[name] = 0
             self.engine.add_request(name, self.clients[client][sent[client]], self.params)
             sent[client] += 1
+
+
+def transformers_tokens_a_second(
+    config: LlamaConfig, device: torch.device, clients: Sequence[Sequence[list[int]]]
+) -> float:
+    """The same closed loop on transformers' continuous batching, after one round that compiles and captures."""
+    with transformers_batching.manager(config, device, len(clients), PROMPT + OUTPUT) as running:
+        transformers_batching.closed_loop(running, [prompts[:1] for prompts in clients], OUTPUT)
+        begin = time.monotonic()
+        generated, wrong = transformers_batching.closed_loop(running, clients, OUTPUT)
+        seconds = time.monotonic() - begin
+    if wrong:
+        raise RivalMissingError(f"{wrong} of its answers were short")
+    return float(f"{generated / seconds:.5g}")
 
 
 def seconds_alone(model: Llama, batch: int, context: int) -> float:

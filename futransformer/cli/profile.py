@@ -1,0 +1,108 @@
+"""The command ``profile CONFIG``: where the time of a decode step goes, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from futransformer.cli.table import table
+from futransformer.generator.config import load_config
+from futransformer.generator.errors import InputError
+from futransformer.generator.precision import PRECISION_NAMES, get_precision
+
+if TYPE_CHECKING:
+    from futransformer.bench.profile import StepProfile
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Add the command of this module."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="show where the time of a decode step goes",
+        description="Time each kind of launch of a decode step by itself, and the step as it runs; weights are random.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
+    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of each (default: 1024)")
+    parser.add_argument("--sample", action="store_true", help="choose tokens by sampling, not greedily")
+    parser.add_argument("--kernels", type=Path, metavar="DIR", help="kernels that `futransformer build -o` exported")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, a PNG")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_profile)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    config, precision = load_config(args.config), get_precision(args.precision)
+    for name, value in (("--batch", args.batch), ("--context", args.context)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
+    if args.context >= config.max_position_embeddings:
+        raise InputError(
+            f"--context {args.context} leaves no token to write: {config.name} is made for at most "
+            f"{config.max_position_embeddings} (max_position_embeddings)"
+        )
+    from futransformer.bench.ceilings import measure_ceilings  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.bench.harness import CudaClock, Harness  # noqa: PLC0415
+    from futransformer.bench.profile import profile_step  # noqa: PLC0415
+    from futransformer.library import load_kernels  # noqa: PLC0415
+
+    ops = load_kernels(config, precision, folder=args.kernels)
+    print(f"{config.name} on: {ops.describe()}", file=sys.stderr)
+    harness = Harness(CudaClock())
+    read_tbps = measure_ceilings(harness, ops.device).read_tbps
+    found = profile_step(config, ops, precision.name, args.batch, args.context, harness, read_tbps, sampled=args.sample)
+    if args.plot is not None:
+        from futransformer.bench.profile_picture import draw  # noqa: PLC0415
+
+        draw(found, f"{config.name}, {precision.name}, batch {args.batch}, context {args.context}", args.plot)
+    print(json.dumps(as_json(found), indent=2) if args.json else as_text(found))
+    return 0
+
+
+def as_json(profile: StepProfile) -> dict[str, Any]:
+    """All figures: seconds and bytes of all launches of a stage together."""
+    return {**asdict(profile), "sum_seconds": profile.sum_seconds}
+
+
+def as_text(profile: StepProfile) -> str:
+    """A table of the stages, and what the whole says beside their sum."""
+    step = profile.step_seconds
+    rows = []
+    for stage in profile.stages:
+        memory = f"{profile.percent(stage.bytes, stage.seconds):.0f}{'*' * stage.from_l2}" if stage.bytes else ""
+        rows.append(
+            [
+                stage.name,
+                str(stage.launches),
+                f"{stage.bytes / 1e6:.1f}" if stage.bytes else "",
+                f"{1e6 * stage.seconds / stage.launches:.1f}",
+                f"{1e6 * stage.seconds:.1f}",
+                memory,
+                f"{100 * stage.seconds / step:.1f}",
+            ]
+        )
+    whole = [("each by itself, added up", profile.sum_seconds), ("the step as it runs", step)]
+    if profile.apart_seconds is not None:
+        whole.append(("the step, launches apart", profile.apart_seconds))
+    for name, seconds in whole:
+        share = profile.percent(profile.step_bytes, seconds), 100 * seconds / step
+        figures = f"{profile.step_bytes / 1e6:.1f}", "", f"{1e6 * seconds:.1f}", f"{share[0]:.0f}", f"{share[1]:.1f}"
+        rows.append([name, "", *figures])
+    header = ["stage", "launches", "MB", "us each", "us", "% of memory", "% of the step"]
+    hidden = 1e6 * (profile.sum_seconds - step)
+    says = f"hides {hidden:.0f} us of the sum" if hidden > 0 else f"makes the step {-hidden:.0f} us longer than the sum"
+    notes = [
+        "",
+        f"Memory: {profile.read_tbps:.2f} TB/s, measured. Each stage is timed as a graph of its own launches, which",
+        f"overlap one another. In the step they overlap those of other stages instead, which {says}.",
+    ]
+    if any(stage.from_l2 for stage in profile.stages):
+        notes.append("* All layers' bytes fit L2, so this stage by itself does not show what memory does.")
+    return "\n".join([table(header, rows), *notes])

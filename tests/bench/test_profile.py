@@ -1,0 +1,166 @@
+"""The profile of a decode step: what is recorded, timed and told, on the reference and a pretended device."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from futransformer import library
+from futransformer.bench import ceilings, profile
+from futransformer.bench.harness import Harness
+from futransformer.bench.profile import StepProfile, profile_step
+from futransformer.bench.shapes import decode_step_work
+from futransformer.cli import main
+from futransformer.cli.profile import as_json, as_text
+from futransformer.generator.config import load_config
+from tests.bench.conftest import CEILINGS, ReferenceKernels
+
+TINY = replace(load_config("smollm2-135m"), num_hidden_layers=2, vocab_size=320)
+LAYER = ["qkv", "attention", "o", "gate_up", "down"]
+
+Output = pytest.CaptureFixture[str]
+
+
+class HostClock:
+    """Nothing runs behind the host's back."""
+
+    def mark(self) -> float:
+        """See Clock.mark."""
+        return time.perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        """See Clock.seconds."""
+        return second - first
+
+    def idle(self, seconds: float) -> None:
+        """See Clock.idle."""
+
+
+def profiled(precision: str = "bf16", *, sampled: bool = False) -> StepProfile:
+    ops: Any = ReferenceKernels(TINY, precision)
+    return profile_step(TINY, ops, precision, 2, 70, Harness(HostClock()), 4.0, sampled=sampled, seconds=0.01)
+
+
+@pytest.mark.usefixtures("cpu_bench")
+@pytest.mark.parametrize("precision", ["bf16", "int4-head8-kv4", "bf16-fp8-kv8"])
+def test_every_launch_is_in_one_stage_and_every_byte_counted(precision: str) -> None:
+    found = profiled(precision)
+    launches = {stage.name: stage.launches for stage in found.stages}
+    assert launches == {"begin": 1, "embedding": 1} | dict.fromkeys(LAYER, 2) | {"head, choice": 1, "end": 1}
+    assert sum(stage.bytes for stage in found.stages) == decode_step_work(TINY, 2, 71, precision).bytes
+    assert found.step_bytes == decode_step_work(TINY, 2, 71, precision).bytes
+    assert all(stage.seconds > 0 for stage in found.stages)
+    assert found.step_seconds > max(stage.seconds for stage in found.stages)
+    assert found.apart_seconds is None, "on the reference nothing overlaps"
+
+
+@pytest.mark.usefixtures("cpu_bench")
+def test_sampling_is_a_stage() -> None:
+    stages = [stage.name for stage in profiled(sampled=True).stages]
+    assert stages == ["begin", "embedding", *LAYER, "head", "sample", "end"]
+
+
+@pytest.mark.usefixtures("cpu_bench")
+def test_a_step_that_is_repeated_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads the same lengths every time, finite results among them."""
+    lengths = set()
+    real = ReferenceKernels.attention_decode
+
+    def watched(self: ReferenceKernels, q: Any, k: Any, v: Any, table: Any, seqlens_k: Any, **options: Any) -> Any:
+        lengths.add(tuple(seqlens_k.tolist()))
+        out = real(self, q, k, v, table, seqlens_k, **options)
+        assert out.isfinite().all()
+        return out
+
+    monkeypatch.setattr(ReferenceKernels, "attention_decode", watched)
+    profiled()
+    assert lengths == {(71, 71)}
+
+
+def test_a_table_tells_what_overlap_hides() -> None:
+    stages = (
+        profile.Stage("qkv", 2, 4e6, 2e-6, from_l2=False),
+        profile.Stage("attention", 2, 2.4e6, 4e-6, from_l2=True),
+        profile.Stage("end", 1, 0.0, 1e-6, from_l2=False),
+    )
+    text = as_text(StepProfile(stages, 5e-6, 8e-6, 6e6, 4.0))
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[1] == ["qkv", "2", "4.0", "1.0", "2.0", "50", "40.0"]
+    assert lines[2] == ["attention", "2", "2.4", "2.0", "4.0", "15*", "80.0"]
+    assert lines[3] == ["end", "1", "1.0", "1.0", "20.0"]
+    assert lines[4][-4:] == ["6.0", "7.0", "21", "140.0"]
+    assert lines[5][-4:] == ["6.0", "5.0", "30", "100.0"]
+    assert lines[6][-4:] == ["6.0", "8.0", "19", "160.0"]
+    assert "hides 2 us of the sum" in text
+    assert "fit L2" in text
+    longer = as_text(StepProfile(stages[:1], 5e-6, None, 6e6, 4.0))
+    assert "3 us longer than the sum" in longer
+    assert "fit L2" not in longer
+    assert "apart" not in longer
+
+
+@pytest.mark.usefixtures("cpu_bench")
+def test_the_command_prints_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output) -> None:
+    monkeypatch.setattr(library, "load_kernels", lambda config, precision, folder: ReferenceKernels(config))
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *_: CEILINGS)
+    monkeypatch.setattr("futransformer.bench.harness.CudaClock", HostClock)
+    config = write_config(tmp_path)
+    picture = tmp_path / "step.png"
+    command = ["profile", str(config), "--batch", "2", "--context", "70"]
+    assert main([*command, "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[1:8]] == ["begin", "embedding", *LAYER]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert main([*command, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [stage["name"] for stage in content["stages"]][-2:] == ["head, choice", "end"]
+    assert content["sum_seconds"] == pytest.approx(sum(stage["seconds"] for stage in content["stages"]))
+    assert main(["profile", str(config), "--context", "512"]) == 2
+    assert "--context 512 leaves no token to write" in capsys.readouterr().err
+    assert main(["profile", str(config), "--batch", "0"]) == 2
+
+
+def write_config(folder: Path) -> Path:
+    content = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 320,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder / "config.json"
+
+
+@pytest.mark.gpu
+def test_a_profile_of_the_small_model(request: pytest.FixtureRequest) -> None:
+    from futransformer.bench.harness import CudaClock  # noqa: PLC0415
+    from futransformer.driver import hopper_problem  # noqa: PLC0415
+
+    problem = hopper_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    exports: Path | None = request.config.getoption("--kernels")
+    config = load_config("smollm2-135m")
+    ops = library.load_kernels(config, "bf16", folder=exports / "smollm2-135m" if exports else None)
+    for sampled in (False, True):
+        found = profile_step(config, ops, "bf16", 8, 1000, Harness(CudaClock()), 4.5, sampled=sampled, seconds=0.2)
+        assert found.apart_seconds is not None
+        assert 0 < found.step_seconds < 1.1 * found.apart_seconds
+        assert as_json(found)["stages"]
+        assert all(0 < stage.seconds < found.apart_seconds for stage in found.stages)
