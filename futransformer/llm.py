@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ class LLM:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; in the
-        precision that a folder of ours names, else BF16, by default.
+        """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; by
+        default in the precision that a folder of ours names, else in BF16.
 
         The cache has ``num_pages`` pages of 64 tokens; by default as many as fit into ``gpu_memory_utilization`` of the
         GPU's memory beside the weights, and on the CPU room for 16,384 tokens. ``options`` are those of
@@ -82,10 +83,8 @@ class LLM:
         """Answer one conversation, or each of several, through the model's chat template."""
         return _whole(self.stream_chat(messages, sampling_params))
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | None = None
-    ) -> Iterator[RequestOutput]:
-        """The deltas of ``generate`` as they come; ``request_id`` is the prompt's number. Closed early, it aborts."""
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | None = None) -> Stream:
+        """The deltas of ``generate`` as they come; ``request_id`` is the prompt's number."""
         each = _prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(each)
@@ -95,17 +94,18 @@ class LLM:
             raise InputError(f"{len(params)} sampling parameters for {len(each)} prompts: give one, or one each")
         if self.engine.has_unfinished():
             raise InputError("another stream of this LLM is open: read it to its end, or close it")
+        stream = Stream(self.engine, len(each))
         try:
             for index, (prompt, of_prompt) in enumerate(zip(each, params, strict=True)):
                 self._add(index, prompt, of_prompt)
         except BaseException:
-            self._abort(len(each))
+            stream.close()
             raise
-        return self._deltas(len(each))
+        return stream
 
     def stream_chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream:
         """The deltas of ``chat`` as they come."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         return self.stream([self.tokenizer.encode_messages(each) for each in conversations], sampling_params)
@@ -116,19 +116,48 @@ class LLM:
         except InputError as error:
             raise InputError(f"prompt {index}: {error}") from error
 
-    def _deltas(self, count: int) -> Iterator[RequestOutput]:
-        try:
-            while self.engine.has_unfinished():
-                for delta in self.engine.step():
-                    if delta.error is not None:
-                        raise delta.error
-                    yield delta
-        finally:
-            self._abort(count)
 
-    def _abort(self, count: int) -> None:
-        for index in range(count):
-            self.engine.abort(str(index))
+class Stream(Iterator[RequestOutput]):
+    """Deltas as they come. Closed early, left by ``with``, or forgotten, it gives its requests up."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        """Of requests 0 .. count - 1."""
+        self._engine = engine
+        self._count = count
+        self._ready: deque[RequestOutput] = deque()
+        self._open = True
+
+    def __next__(self) -> RequestOutput:
+        """Step until there is a delta. What a request failed by is raised, and ends the others."""
+        while self._open and not self._ready:
+            if not self._engine.has_unfinished():
+                self._open = False
+            else:
+                self._ready += self._engine.step()
+        if not self._ready:
+            raise StopIteration
+        delta = self._ready.popleft()
+        if delta.error is not None:
+            self.close()
+            raise delta.error
+        return delta
+
+    def close(self) -> None:
+        """Give up what is not finished; there are no more deltas."""
+        if self._open:
+            self._open = False
+            for index in range(self._count):
+                self._engine.abort(str(index))
+        self._ready.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,6 +12,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +48,7 @@ from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.reference import ReferenceOps
 from futransformer.sampling import Sampling, SamplingRows
+from futransformer.speculation import Speculation, check_drafts
 from futransformer.weights import LlamaWeights, load_weights, serving
 
 if TYPE_CHECKING:
@@ -371,6 +373,7 @@ class Llama:
         eos_token_ids: Sequence[int] | None = None,
         on_token: OnToken | None = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
+        speculate: int = 0,
     ) -> list[list[int]]:
         """Continue each prompt; the new tokens of each, the one that ended it included.
 
@@ -378,6 +381,10 @@ class Llama:
         (default: the model's; an empty list never ends). ``on_token(index, token)`` hears every token, on a GPU some
         steps after it is chosen (futransformer.generation). Room for all new tokens is reserved first, so a request
         that the cache cannot finish is refused before it starts.
+
+        ``speculate`` up to so many tokens ahead (1 to 7), one prompt after the other: what followed the last few tokens
+        before is tried again, several tokens in a step (futransformer.speculation). The texts are the same where rows
+        do not depend on their batch (``batch_invariant``).
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -393,6 +400,9 @@ class Llama:
             )
         if sampling is not None and all(each.greedy for each in sampling):
             sampling = None
+        if speculate:
+            settings = [None] * len(checked) if sampling is None else sampling
+            return self._speculate(checked, max_new_tokens, ends, on_token, settings, speculate)
         self.start(len(checked))
         try:
             # the last new token is never read, so it needs no slot
@@ -400,6 +410,33 @@ class Llama:
             logits = self._extend(checked, "last")
             check_numbers(self.config.name, logits)
             return Generation(self, checked, max_new_tokens, sorted(ends), sampling, on_token).run(logits)
+        finally:
+            self.keep([])
+
+    def _speculate(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        ends: frozenset[int],
+        on_token: OnToken | None,
+        settings: Sequence[Sampling | None],
+        drafts: int,
+    ) -> list[list[int]]:
+        """Generate one prompt after the other; all are checked before the first is read."""
+        check_drafts(drafts, settings)
+        texts = []
+        try:
+            for read in (False, True):
+                for index, (prompt, sampling) in enumerate(zip(prompts, settings, strict=True)):
+                    self.start(1)
+                    self.reserve([len(prompt) + max_new_tokens - 1])
+                    if not read:
+                        continue
+                    logits = self._extend([prompt], "last")
+                    check_numbers(self.config.name, logits)
+                    each = Speculation(self, prompt, drafts, sampling)
+                    texts.append(each.run(logits, max_new_tokens, ends, partial(on_token, index) if on_token else None))
+            return texts
         finally:
             self.keep([])
 

@@ -39,13 +39,19 @@ def tensor_map_2d(tensor: Tensor, box_rows: int, box_columns: int) -> TensorMap:
 
 
 def tensor_map_column_groups(tensor: Tensor, box: tuple[int, int, int]) -> TensorMap:
-    """Describe ``tensor`` [rows, columns] as [groups, rows, columns of a group], for dense copies of a ``box``."""
+    """Describe ``tensor`` [rows, columns] as [groups, rows, columns of a group], for dense copies of a ``box``.
+
+    A single row is told as two at one place, for boxes of more: alone it comes slower (8B, gate_up of E4M3 for up to 16
+    sequences, at one: 38.6 us, told as two 29.9).
+    """
     rows, columns, width = _extents(tensor)
     group = box[2]
     if columns % group or any(not 1 <= extent <= MAX_BOX for extent in box):
         raise InputError(f"a box of {list(box)} does not fit groups of a tensor of {columns} columns")
-    strides = (group * width, columns * width)
-    return _encode(tensor.data_ptr(), width, (columns // group, rows, group), strides, box, swizzled=False)
+    twice = rows == 1 and box[1] > 1
+    strides = (group * width, 0 if twice else columns * width)
+    extents = (columns // group, 2 if twice else rows, group)
+    return _encode(tensor.data_ptr(), width, extents, strides, box, swizzled=False)
 
 
 def _extents(tensor: Tensor) -> tuple[int, int, int]:

@@ -90,6 +90,15 @@ def test_groups_of_columns_lie_densely(encoder: Encoder) -> None:
     assert (interleave, promotion, fill) == COMMON
 
 
+def test_one_row_of_groups_is_told_as_two_at_its_place(encoder: Encoder) -> None:
+    x = matrix(1, 96)
+    tma.tensor_map_column_groups(x, (2, 8, 32))
+    tma.tensor_map_column_groups(x, (2, 1, 32))
+    extents, strides = [call[3] for call in encoder.calls], [call[4] for call in encoder.calls]
+    assert extents == [[32, 2, 3], [32, 1, 3]]
+    assert strides == [[0, 64], [192, 64]]
+
+
 def test_a_map_is_encoded_once_for_an_address_shape_and_box(encoder: Encoder) -> None:
     x = matrix(16, 64)
     assert tma.tensor_map_2d(x, 16, 64) is tma.tensor_map_2d(x.view(16, 64), 16, 64)

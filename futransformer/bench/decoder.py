@@ -1,4 +1,4 @@
-"""A random model that can decode, of any shape and precision, as its users run it: a ``Llama`` without a prefill."""
+"""A random model that can decode and nothing else: beside a prefill's weights 70B would not fit one card."""
 
 from __future__ import annotations
 

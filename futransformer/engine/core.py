@@ -10,27 +10,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from hashlib import blake2b
 
 from futransformer.engine.chooser import NOT_A_NUMBER
+from futransformer.engine.intake import Intake
 from futransformer.engine.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
-    RequestMetrics,
     RequestOutput,
 )
 from futransformer.engine.pages import PagePool
-from futransformer.engine.params import SEEDS, SamplingParams
+from futransformer.engine.params import SamplingParams
 from futransformer.engine.runner import Launched, Runner
 from futransformer.engine.scheduler import Scheduler
 from futransformer.engine.sequence import EngineSequence, Request
 from futransformer.engine.stats import EngineStats, Rate
-from futransformer.engine.text import TextBuilder
 from futransformer.generator.errors import FuTransformerError, InputError
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.model import Llama, not_a_number
-from futransformer.tokenizer import TextStream, Tokenizer
+from futransformer.tokenizer import Tokenizer
 
 
 class Engine:
@@ -65,15 +63,9 @@ class Engine:
         model.keep([])
         self.model = model
         self.tokenizer = tokenizer
+        self._intake = Intake(model, tokenizer, max_model_len, seed)
+        self.max_model_len = self._intake.max_model_len
         pool = PagePool(model.cache, keep=enable_prefix_caching)
-        longest = min(model.config.max_position_embeddings, model.cache.capacity)
-        self.max_model_len = longest if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= longest:
-            raise InputError(
-                f"max_model_len must be 2 .. {longest}, not {max_model_len}: {model.config.name} is made for "
-                f"{model.config.max_position_embeddings} tokens (max_position_embeddings), and the cache holds "
-                f"{model.cache.capacity}; use a larger cache for more"
-            )
         self._scheduler = Scheduler(
             pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=min(max_num_batched_tokens, model.max_rows)
         )
@@ -81,10 +73,9 @@ class Engine:
         self._ahead = 1 if model.cache.device.type == "cuda" else 0  # steps that are launched before one is looked at
         self._launched: deque[list[Launched]] = deque()
         self._requests: dict[str, Request] = {}
-        self._seed = seed
-        self._arrivals = 0
         self._rate = Rate()
         self.waited = 0.0  # seconds of the last step that the host spent waiting for the device
+        self._unfinished = 0  # sequences
         self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
 
     def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
@@ -94,36 +85,10 @@ class Engine:
         params = SamplingParams() if params is None else params
         if request_id in self._requests:
             raise InputError(f"request {request_id!r} is not finished: give another an id of its own")
-        tokens = self._prompt_tokens_of(prompt)
-        if self.tokenizer is None and params.stop:
-            raise InputError("stop strings need a tokenizer: give the engine one, or stop_token_ids")
-        ends = frozenset(self.model.token_ids("stop_token_ids", params.stop_token_ids))
-        if not params.ignore_eos:
-            ends |= frozenset(self.model.config.eos_token_ids)
-        text = prompt if isinstance(prompt, str) else None
-        request = Request(request_id, text, tokens, params, RequestMetrics(time.monotonic()))
-        self._arrivals += 1
-        most = self.max_model_len
-        if params.max_tokens is not None:
-            most = min(most, len(tokens) + params.max_tokens)
-        seed = _drawn(self._seed, self._arrivals) if params.seed is None else params.seed
-        for index in range(params.n):
-            stream = None
-            if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer, context=tokens, skip_special_tokens=params.skip_special_tokens)
-            request.sequences.append(
-                EngineSequence(
-                    request,
-                    index,
-                    (self._arrivals, index),
-                    most=most,
-                    ends=ends,
-                    seed=_drawn(seed, index) if index else seed,
-                    text=TextBuilder(stream, params.stop),
-                )
-            )
+        request = self._intake.request(request_id, prompt, params)
         self._requests[request_id] = request
-        self._prompt_tokens += len(tokens)
+        self._unfinished += params.n
+        self._prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(request.sequences[0])  # the others wait until its pages can be shared
 
     def abort(self, request_id: str) -> bool:
@@ -168,8 +133,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
-            waiting=sum(not each.finished for r in self._requests.values() for each in r.sequences)
-            - len(scheduler.running),
+            waiting=self._unfinished - len(scheduler.running),
             num_pages=scheduler.pool.num_pages,
             free_pages=scheduler.pool.free_pages,
             prompt_tokens=self._prompt_tokens,
@@ -280,6 +244,7 @@ class Engine:
         """Take a sequence out; what is in flight of it is not looked at."""
         sequence.finished = True
         sequence.request.unfinished -= 1
+        self._unfinished -= 1
         if sequence.index == 0 or sequence.request.siblings_queued:
             self._scheduler.remove(sequence)
 
@@ -305,27 +270,3 @@ class Engine:
                 each.setdefault(token, Logprob(logprob, rank, decode(token)))
             logprobs[row] = each
         return logprobs
-
-    # Requests
-
-    def _prompt_tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InputError("a prompt of text needs a tokenizer: give the engine one, or token ids")
-            tokens = self.tokenizer.encode_prompt(prompt)
-        else:
-            tokens = self.model.token_ids("prompt", prompt)
-        if not tokens:
-            raise InputError("the prompt is empty: give at least one token (the model's BOS, for example)")
-        if len(tokens) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens, and this engine serves {self.max_model_len} with the first new "
-                f"one (max_model_len; the cache holds {self.model.cache.capacity}): shorten it, or use a larger cache"
-            )
-        return tokens
-
-
-def _drawn(seed: int, count: int) -> int:
-    """The seed that is drawn from another one, ``count`` times on."""
-    digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % SEEDS

@@ -12,7 +12,7 @@ from futransformer.generator.errors import InputError
 
 MAX_LOGPROBS = 20  # alternatives of a token, as OpenAI's API allows
 SMALLEST_TEMPERATURE = 1e-5  # below it, as in vLLM, the likeliest token
-SEEDS = 2**63  # a seed is 0 .. 2^63 - 1
+SEEDS = 2**63  # a seed is -2^63 .. 2^63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SamplingParams:
     | stop | strings | end the text, which is cut before them |
     | stop_token_ids | token ids | end the text like EOS |
     | ignore_eos | | the model's EOS ends nothing |
-    | seed | 0 .. 2^63 - 1 | the same samples in any batch; None: drawn from the engine's seed |
+    | seed | 64 bits, signed | the same samples in any batch; None: drawn from the engine's seed |
     | logprobs | None, 0 .. 20 | log-probabilities of each chosen token, and of so many of the likeliest |
     | skip_special_tokens | | leave EOS and the like out of the text |
     """
@@ -62,7 +62,7 @@ class SamplingParams:
         self._integer("min_tokens", 0, self.max_tokens)
         self._integer("top_k", -1)
         if self.seed is not None:
-            self._integer("seed", 0, SEEDS - 1)
+            self._integer("seed", -SEEDS, SEEDS - 1)
         if self.logprobs is not None:
             self._integer("logprobs", 0, MAX_LOGPROBS)
         self._number("temperature", 0.0)

@@ -63,8 +63,8 @@ class Runner:
         self._nobody = slots
         self._lengths = np.full(slots + 1, NOBODY, dtype=np.int32)
         self._table = np.full((slots + 1, page_bucket(pages_for(max_model_len))), NOBODY, dtype=np.int32)
-        # short passes of one width, so that they are few graphs; a table of 128 pages costs an upload nothing
-        self._width = min(self._table.shape[1], 128)
+        # Short passes have one width, so that they are few graphs; of longer sequences most passes are not short.
+        self._width = min(self._table.shape[1], 32)
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         self._chooser = Chooser(model.ops, model.config.vocab_size, slots)
         self._batch: list[int] = []  # slots of the last step, as the two below have them

@@ -95,7 +95,8 @@ class Ops(Protocol):
 
     def chain(self) -> AbstractContextManager[None]:
         """A context whose operations may overlap. Inside it only activations and its own tokens' slots are written:
-        weights, tables, lengths and keys of earlier tokens are read ahead of their turn. Chains do not nest.
+        weights, tables, lengths and keys of earlier tokens are read ahead of their turn. ``sample`` and ``end_step``,
+        which write more, come last. Chains do not nest.
         """
         ...
 

@@ -7,6 +7,9 @@ largest by far, would be all that there is to a matrix and its dampening.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,18 @@ def counted(operands: Tensor, row_weights: Tensor) -> Tensor:
     return row_weights * quieter
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Within it products of float32 are not rounded to TF32."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@exact_products()
 def gram_of(operands: Tensor, row_weights: Tensor, *, onto: Tensor | None = None) -> Tensor:
     """X^T X, float32 [K, K], of operands [T, K] whose rows are multiplied by ``row_weights`` [T, 1].
 
@@ -28,12 +43,7 @@ def gram_of(operands: Tensor, row_weights: Tensor, *, onto: Tensor | None = None
     """
     k = operands.shape[1]
     gram = torch.zeros(k, k, device=operands.device) if onto is None else onto
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        for start in range(0, len(operands), ROWS):
-            rows = operands[start : start + ROWS].float() * row_weights[start : start + ROWS]
-            gram.addmm_(rows.T, rows)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    for start in range(0, len(operands), ROWS):
+        rows = operands[start : start + ROWS].float() * row_weights[start : start + ROWS]
+        gram.addmm_(rows.T, rows)
     return gram

@@ -125,6 +125,11 @@ def write_quantised(
         raise InputError(
             f"{source} is quantised already ({checkpoint.format.title}): give the model that it was made from"
         )
+    if value_rotation and config.head_dim % value_rotation:
+        raise InputError(
+            f"{config.name}: heads of {config.head_dim} features are no whole Hadamard blocks of {value_rotation}; "
+            f"give a block that divides {config.head_dim}, or 0"
+        )
     count, there = config.num_hidden_layers, output.resolve()
     job = _job(source, [groups, value_rotation, method, own.precision.weight_scales if own and own.fp8 else None])
     partial = there.parent / f".{there.name}-{job}.partial"

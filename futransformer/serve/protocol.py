@@ -46,6 +46,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+MOST_STOPS = 64  # strings, each of which is looked for at every token; OpenAI takes 4
 MOST_TOP_LOGPROBS = 20  # OpenAI's limit of chat; completions have 5 there, and 20 here
 
 
@@ -84,6 +85,8 @@ class Request(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in UNSERVED and value is not None and value not in UNSERVED[name]:
                 raise refused(f"{name} is not served here: leave it out", name, "unsupported_parameter")
+        if isinstance(self.stop, list) and len(self.stop) > MOST_STOPS:
+            raise refused(f"stop is at most {MOST_STOPS} strings, not {len(self.stop)}", "stop")
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options are of a stream: add stream, or leave them out", "stream_options")
 

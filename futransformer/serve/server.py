@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from futransformer.serve.service import Service
 from futransformer.serve.settings import ServeSettings
 from futransformer.tokenizer import Tokenizer
 
+# Python's default of 5 ms is a whole step of a model: so long would the engine wait for an event loop that is busy.
+SWITCH_SECONDS = 0.0005
 BACKLOG = 2048  # connections that the system holds while the event loop is busy
 FLUSH_SECONDS = 5.0  # that ended answers have to reach their clients
 
@@ -84,7 +87,7 @@ class HttpServer:
     def run(self, ready: Callable[[], object] = lambda: None) -> None:
         """Serve until ``end`` or a signal; ``ready`` is called when connections are taken."""
         http = threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True)
-        with _signals(self.end):
+        with _signals(self.end), _switch_interval(SWITCH_SECONDS):
             http.start()
             try:
                 self.runner.run()
@@ -154,3 +157,14 @@ def _signals(end: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _switch_interval(seconds: float) -> Iterator[None]:
+    """Within it threads hand the interpreter over this often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 CLOSED = 499  # nginx's status for a client that did not wait; nobody reads it but the metrics
+# A text of more cannot fit, which is known before minutes go into encoding it: Llama 3's longest token has 128.
+CHARACTERS_PER_TOKEN = 256
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -49,6 +51,7 @@ class Service:
         """Continue one prompt or several."""
         self._check(request)
         prompts = request.prompts
+        self._check_length([len(prompt) for prompt in prompts if isinstance(prompt, str)], "prompt")
 
         def encode() -> list[list[int]]:
             return [self._tokenizer.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
@@ -64,6 +67,7 @@ class Service:
             name = self.settings.names[0]
             raise refused(f"{name} is a base model: it has no chat template; use /v1/completions", "model")
         turns = cast("list[Message]", request.turns)
+        self._check_length([sum(len(turn["content"]) for turn in turns)], "messages")
 
         def encode() -> list[list[int]]:
             try:
@@ -80,6 +84,15 @@ class Service:
         if request.model is not None and request.model not in self.settings.names:
             raise unknown_model(request.model, self.settings.names)
         request.check_served()
+
+    def _check_length(self, characters: list[int], param: str) -> None:
+        longest = max(characters, default=0)
+        if longest > self.max_model_len * CHARACTERS_PER_TOKEN:
+            raise refused(
+                f"the context is at most {self.max_model_len} tokens; {param} of {longest} characters does not fit",
+                param,
+                "context_length_exceeded",
+            )
 
     async def _answer(
         self,

@@ -105,13 +105,21 @@ def test_streams_are_the_text_in_pieces(tiny_model: Path) -> None:
     assert ["".join(pieces[str(index)]) for index in range(len(PROMPTS))] == [each.outputs[0].text for each in whole]
 
 
-def test_a_stream_that_is_closed_gives_its_pages_back(tiny_model: Path) -> None:
+@pytest.mark.parametrize("how", ["closed", "left", "forgotten", "never read"])
+def test_a_stream_that_is_given_up_gives_its_pages_back(tiny_model: Path, how: str) -> None:
     llm = load(tiny_model)
     stream = llm.stream(PROMPTS, GREEDY)
-    next(stream)
+    if how != "never read":
+        next(stream)
     with pytest.raises(InputError, match="another stream of this LLM is open"):
         llm.generate("Hello", GREEDY)
-    stream.close()  # type: ignore[attr-defined]
+    if how == "closed":
+        stream.close()
+        assert list(stream) == []
+    if how == "left":
+        with stream:
+            next(stream)
+    del stream
     stats = llm.engine.stats()
     assert (stats.running, stats.free_pages) == (0, stats.num_pages)
     assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == alone(tiny_model, PROMPTS[:1])

@@ -80,6 +80,10 @@ def test_noise_is_gumbels() -> None:
     count, euler = noise.numel(), 0.5772156649
     mean, variance = (euler + math.log(math.log(2))) / math.log(2), (math.pi / math.log(2)) ** 2 / 6
     assert noise.isfinite().all()
+    # what the kernel bounds it by, from the leading zeros of 2^32 - n
+    rest = 2**32 - (philox(torch.arange(100), torch.arange(100, dtype=torch.int32), 10_000) | 1)
+    zeros = 31 - rest.double().log2().floor()
+    assert (noise + 0.5 < zeros + 1).all()
     assert abs(noise.mean().item() - mean) < 5 * math.sqrt(variance / count)
     # the fourth central moment of a Gumbel variable is 5.4 squared variances
     assert abs(noise.var().item() - variance) < 5 * variance * math.sqrt((5.4 - 1) / count)

@@ -579,6 +579,7 @@ inline uint32_t __vimin_s16x2_relu(uint32_t a, uint32_t b) {
 }
 inline uint32_t __float_as_uint(float value) { return bits_of(value); }
 inline float __uint_as_float(uint32_t bits) { return float_of(bits); }
+inline int __clz(int value) { return value ? __builtin_clz(value) : 32; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -137,6 +137,14 @@ def test_compressed_tensors_alone_names_no_precision(
         assert "has no place for --fp8-prefill, --lm-head and --kv" in capsys.readouterr().err
 
 
+def test_a_rotation_beyond_a_head_is_refused(
+    tiny_base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["quantize", str(tiny_base_model), "-o", str(tmp_path / "out"), "--hadamard-block", "128"]
+    assert main(command) == 2
+    assert "heads of 64 features are no whole Hadamard blocks of 128" in capsys.readouterr().err
+
+
 @torch.inference_mode()
 def test_a_rotated_model_is_the_same(tiny_model: Path) -> None:
     """V comes out rotated, o takes it back, and the stream is what it was, to float32's roundings."""

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import OpenAI
+import httpx2
+from openai import DefaultHttpxClient, OpenAI
 
 from futransformer.engine import CompletionOutput, Engine, EngineStats, RequestMetrics, RequestOutput, SamplingParams
 from futransformer.generator.errors import InputError
@@ -106,7 +107,7 @@ class ScriptedEngine(Engine):
 
 @dataclass(frozen=True)
 class Address:
-    """A server that runs."""
+    """A server that runs, and its clients; they read no certificates, which would take most of their time."""
 
     url: str
     server: HttpServer
@@ -114,7 +115,16 @@ class Address:
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's own client, which here does not try again."""
-        return OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 20, **options})
+        usual = {"api_key": "none", "max_retries": 0, "timeout": 20, "http_client": DefaultHttpxClient(verify=False)}
+        return OpenAI(base_url=f"{self.url}/v1", **{**usual, **options})
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        """A plain request, on a connection of its own."""
+        return httpx2.get(f"{self.url}{path}", verify=False, timeout=20, **options)
+
+    def post(self, path: str, **options: Any) -> httpx2.Response:
+        """A plain request, on a connection of its own."""
+        return httpx2.post(f"{self.url}{path}", verify=False, timeout=20, **options)
 
 
 @contextmanager

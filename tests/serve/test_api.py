@@ -31,7 +31,7 @@ def client(address: Address) -> openai.OpenAI:
 def post(address: Address, path: str, **content: Any) -> httpx2.Response:
     """A request as it stands, of a type that the client would not let pass."""
     headers = {"Content-Type": "application/json", **content.pop("headers", {})}
-    return httpx2.post(f"{address.url}/v1/{path}", headers=headers, timeout=20, **content)
+    return address.post(f"/v1/{path}", headers=headers, **content)
 
 
 def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
@@ -205,8 +205,10 @@ def test_sampling_reaches_the_engine(tokenizer: Tokenizer) -> None:
         ({"prompt": "a", "n": 1000}, None, "at most 260"),
         ({"prompt": "a", "stop": [""]}, "stop", "empty string"),
         ({"prompt": "a", "stop": [1]}, "stop", "valid string"),
+        ({"prompt": "a", "stop": ["a"] * 65}, "stop", "at most 64"),
+        ({"prompt": "a" * (128 * 256 + 1)}, "prompt", "does not fit"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"prompt": "a", "seed": -1}, "seed", "0 .."),
+        ({"prompt": "a", "seed": 2**63}, "seed", "9223372036854775807"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not served"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "of a stream"),
         ({"prompt": [5, 1000]}, None, "outside the vocabulary"),
@@ -285,8 +287,8 @@ def test_a_body_that_does_not_call_itself_json_is_refused(address: Address) -> N
 
 
 def test_other_paths_and_methods_have_errors_of_the_same_form(address: Address) -> None:
-    error_of(httpx2.get(f"{address.url}/v1/completions"), 405)
-    error_of(httpx2.get(f"{address.url}/v1/embeddings"), 404)
+    error_of(address.get("/v1/completions"), 405)
+    error_of(address.get("/v1/embeddings"), 404)
 
 
 def test_a_base_model_does_not_chat(tiny_base_model: Any) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 import torch
@@ -187,7 +186,7 @@ def test_metrics_count_what_was_served(chat_model: Path, tokenizer: Tokenizer) -
         client.completions.create(model="tiny", prompt="Hello", **lasting(max_tokens=8))
         list(client.completions.create(model="tiny", prompt="Hello!", n=2, stream=True, **lasting(max_tokens=4)))
         eventually(lambda: running.server.runner.in_flight == 0)
-        text = httpx2.get(f"{running.url}/metrics").text
+        text = running.get("/metrics").text
     values = dict(re.findall(r"^futransformer_(\S+) (\S+)$", text, re.MULTILINE))
     for name, value in {
         'http_responses_total{path="/v1/completions",status="200"}': 2,
@@ -213,3 +212,34 @@ def test_prompts_that_the_engine_refuses(client: openai.OpenAI) -> None:
         client.completions.create(model="tiny", prompt=[5, 258])
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         client.completions.create(model="tiny", prompt="")
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_k": 10**30},
+        {"temperature": 1e300},
+        {"temperature": 1e-320},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-320},
+        {"top_p": 5e-324},
+        {"min_p": 1},
+        {"seed": 2**63 - 1},
+        {"stop_token_ids": list(range(258))},
+        {"logprobs": 20, "temperature": 1e300},
+        {"stop": ["\x00", "x" * 10_000]},
+        {"prompt": "\x00\N{PILE OF POO}"},
+        {"prompt": [10**30]},
+        {"prompt": [-1]},
+        {"stop_token_ids": [2**40]},
+        {"max_tokens": 10**30},
+        {"min_tokens": 10**30},
+        {"seed": 2**63},
+    ],
+)
+def test_no_request_breaks_the_engine(address: Address, extreme: dict[str, Any]) -> None:
+    """Each is served or refused; the engine serves the next."""
+    request = {"prompt": "Hello", "max_tokens": 4, **extreme}
+    response = address.post("/v1/completions", json=request)
+    assert response.status_code in (200, 400), response.text
+    assert address.get("/health").status_code == 200

@@ -48,10 +48,10 @@ def test_the_key_opens_what_answers(tokenizer: Tokenizer) -> None:
             with pytest.raises(openai.AuthenticationError, match="API key") as caught:
                 running.client(api_key=key).models.list()
             assert caught.value.code == "invalid_api_key"
-        assert httpx2.post(f"{running.url}/v1/completions", json={"prompt": "a"}).status_code == 401
-        assert httpx2.get(f"{running.url}/v1/models", headers={"Authorization": "Basic s3cret"}).status_code == 401
+        assert running.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert running.get("/v1/models", headers={"Authorization": "Basic s3cret"}).status_code == 401
         for path in ("health", "metrics"):  # for what watches the server
-            assert httpx2.get(f"{running.url}/{path}").status_code == 200
+            assert running.get(f"/{path}").status_code == 200
 
 
 def test_the_key_is_not_shown() -> None:
@@ -80,8 +80,8 @@ def test_a_body_beyond_the_limit_is_refused_and_the_next_is_served(
         content = b'{"prompt":"' + b"x" * 50_000 * times + b'"}'
         pieces = (content[start : start + 10_000] for start in range(0, len(content), 10_000))
         try:
-            response = httpx2.post(
-                f"{running.url}/v1/completions",
+            response = running.post(
+                "/v1/completions",
                 content=pieces if chunked else content,
                 headers={"Content-Type": "application/json"},
             )
@@ -122,7 +122,7 @@ def test_the_queue_has_an_end_and_the_client_comes_again(tokenizer: Tokenizer) -
             begin(running)
         assert caught.value.response.headers["retry-after"] == "1"
         assert (engine.stats().running, engine.stats().waiting) == (4, 2)
-        metrics = httpx2.get(f"{running.url}/metrics").text
+        metrics = running.get("/metrics").text
         assert "futransformer_waiting_sequences 2.0" in metrics
         assert 'futransformer_http_responses_total{path="/v1/completions",status="429"} 1.0' in metrics
         seventh: list[str] = []
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_frees_its_pages(tokenizer: Tokenizer, stream: bool
         eventually(lambda: running.server.runner.in_flight == 0)
         eventually(lambda: engine.aborted == 1)
         assert engine.stats().free_pages == engine.stats().num_pages
-        assert 'futransformer_finished_texts_total{reason="abort"}' in httpx2.get(f"{running.url}/metrics").text
+        assert 'futransformer_finished_texts_total{reason="abort"}' in running.get("/metrics").text
         engine.allow()
         assert running.client().completions.create(model="tiny", prompt="Hello", max_tokens=1).choices[0].text == "a"
 

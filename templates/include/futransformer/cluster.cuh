@@ -13,21 +13,6 @@ namespace futransformer {
 CUTLASS_DEVICE void arrive_at_cluster() { cute::cluster_arrive_relaxed(); }
 CUTLASS_DEVICE void wait_for_cluster() { cute::cluster_wait(); }
 
-// Wait until all threads of the cluster's blocks are here; what they wrote before, shared memory too, is visible to all.
-CUTLASS_DEVICE void sync_cluster() {
-  asm volatile("" ::: "memory");  // CuTe's barrier does not tell the compiler that memory is read and has changed
-  cute::cluster_sync();
-  asm volatile("" ::: "memory");
-}
-
-// The same variable of block `rank`, this one or another that has started and not ended, through its shared memory.
-template <class T>
-CUTLASS_DEVICE T* in_block(T* variable, int rank) {
-  T* theirs;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(variable), "r"(rank));
-  return theirs;
-}
-
 // Store four floats into block `rank`'s shared memory, at the place that `target` has in this block's. The barrier
 // `arrived` of that block counts the bytes: who has waited for it sees them, and no fence is needed.
 CUTLASS_DEVICE void store_in_block(float4 const& value, float* target, cutlass::arch::ClusterTransactionBarrier& arrived,

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "candidate.cuh"
-#include "cluster.cuh"
+#include "cluster_memory.cuh"
 #include "dependent_launch.cuh"
 #include "sampling_numbers.cuh"
 
@@ -80,7 +80,7 @@ struct Sample {
     Candidate chosen = largest;
     if (temperature != 0.f && largest.value > -INFINITY) {  // the same for all blocks
       uint32_t const most = block.bound(largest.value, __fdiv_rn(kLog2E, temperature), rows.top_k[row], rows.top_p[row]);
-      block.draw(most, rows.min_p[row], rows.position[row], rows.seed[row]);
+      block.draw(largest.index, most, rows.min_p[row], rows.position[row], rows.seed[row]);
       chosen = block.best_of_cluster(block.shared.chosen);
     }
     if (block.rank == 0 && threadIdx.x == 0) {
@@ -277,19 +277,27 @@ struct Sample {
     return sums;
   }
 
-  // The largest of log2 p + noise among what is left; each block's in shared.chosen.
-  CUTLASS_DEVICE void draw(uint32_t most, float min_p, int position, long long seed) {
+  // The largest of log2 p + noise among what is left; each block's in shared.chosen. The likeliest token is always left:
+  // what cannot pass its sum is not worth two logarithms, and that is nearly everything.
+  CUTLASS_DEVICE void draw(int likeliest, uint32_t most, float min_p, int position, long long seed) {
+    float to_pass = -INFINITY;
     uint32_t const least_mass = uint32_t(ceil(double(min_p) * (1 << kMassBits)));
     Candidate best = Candidate::none();
     for_quads([&](int quad, uint4 const& kept) {
       uint32_t const* const each = &kept.x;
       if (min(min(kept.x, kept.y), min(kept.z, kept.w)) > most) return;
       uint32_t random[4];
+      if (to_pass == -INFINITY) {
+        philox(likeliest / 4, position, seed, random);
+        uint32_t const pair[2] = {likeliest % 2 ? random[1] : random[0], likeliest % 2 ? random[3] : random[2]};
+        to_pass = gumbel_of(likeliest % 4 < 2 ? pair[0] : pair[1]);
+      }
       philox(quad, position, seed, random);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 4; ++i) {
-        if (each[i] > most || mass_of(each[i]) < least_mass) continue;
         float const log2_p = __fmul_rn(float(each[i]), -1.f / (1 << kStepBits));
+        if (each[i] > most || log2_p + most_gumbel(random[i]) < to_pass) continue;
+        if (mass_of(each[i]) < least_mass) continue;
         best.consider(__fadd_rn(log2_p, gumbel_of(random[i])), 4 * quad + i);
       }
     });

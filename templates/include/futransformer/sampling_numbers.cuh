@@ -59,6 +59,9 @@ CUTLASS_DEVICE float gumbel_of(uint32_t random) {
   return -log2_of(-log2_u);
 }
 
+// No less than that, by half at least: -log2(1 - m / 2^32) is more than 1.44 m / 2^32.
+CUTLASS_DEVICE float most_gumbel(uint32_t random) { return float(__clz(int(0u - (random | 1))) + 1); }
+
 // Philox4x32-10: the 32 bits of four tokens, by counting.
 CUTLASS_DEVICE void philox(uint32_t quad, uint32_t position, uint64_t seed, uint32_t (&random)[4]) {
   uint32_t a = quad, b = position, c = 0, d = 0, low_key = uint32_t(seed), high_key = uint32_t(seed >> 32);
