@@ -54,6 +54,7 @@ from futransformer.tokenizer import Tokenizer
 from futransformer.weights import serving
 
 WATCHED_WINDOWS = 4  # whose layers are compared
+NEAREST = "rtn"  # how weights are rounded as they are loaded
 SAME_ERRORS, SAME_DEVIATION = 3.0, 1.5  # how far kernels may be from the reference: docs/numerics.md
 
 
@@ -101,7 +102,7 @@ def case_of(model: str, precision: Precision, label: str, through: Through, wind
     else:
         weights = weights.removeprefix("fp8-")
         weights += "" if precision.head == BF16 else f"-head{precision.head.bits}"
-    how = "none" if read == BF16 else label
+    how = "none" if read == BF16 and label == NEAREST else label  # a folder of codes is read dequantised
     case = f"perplexity/{model}/{weights}-{how}-{cache}/through={through}/ctx={CONTEXT}/windows={windows}"
     return {"case": case, "weights": weights, "label": how, "cache": cache}
 
@@ -123,7 +124,7 @@ def label_of(folder: Path, method: dict[str, Any]) -> str:
     return str(
         method.get("method")
         or method.get("weights")
-        or ("rtn" if stored_as is None else stored_as.title.split()[0].lower())
+        or (NEAREST if stored_as is None else stored_as.title.split()[0].lower())
     )
 
 

@@ -132,15 +132,17 @@ def test_bf16_is_measured_through_both_phases(tiny_base_model: Path) -> None:
         ("fp8-int4-head4-kv8", "decode", "int4-head4-gptq-e4m3"),
         ("fp8-int4-head4-kv8", "prefill", "fp8-gptq-e4m3"),
         ("fp8-promoted", "prefill", "fp8-promoted-gptq-bf16"),
-        ("bf16-kv4-min-h64", "decode", "bf16-none-kv4-min-h64"),
+        ("bf16-kv4-min-h64", "decode", "bf16-gptq-kv4-min-h64"),
         ("bf16-fp8-kv4", "decode", "fp8-gptq-kv4"),
-        ("int4-kv4", "prefill", "bf16-none-bf16"),
+        ("int4-kv4", "prefill", "bf16-gptq-bf16"),
     ],
 )
 def test_names(precision: str, through: Any, named: str) -> None:
     case = perplexity.case_of("m", get_precision(precision), "gptq", through, 7)
     assert case["case"] == f"perplexity/m/{named}/through={through}/ctx={CONTEXT}/windows=7"
     assert "-".join(case[part] for part in ("weights", "label", "cache")) == named
+    unquantised = perplexity.case_of("m", get_precision("bf16-kv4"), perplexity.NEAREST, "decode", 7)
+    assert unquantised["label"] == "none"
 
 
 def test_kernels_that_are_off_do_not_agree() -> None:
