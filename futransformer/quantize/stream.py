@@ -17,13 +17,13 @@ from futransformer.checkpoint import rope_table
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError
 from futransformer.ops.interface import Projection
-from futransformer.quantize.gram import counted, gram_of
+from futransformer.quantize.gram import gram_of
 
 ROWS = 16384  # tokens at a time: gate and up of 8B are 0.9 GB in BF16
 
 Weights = Mapping[Projection, Tensor]  # of a layer: qkv, o, gate_up, down [N, K], rows in natural order, gains in them
 Rounder = Callable[[Projection, Tensor], Tensor]  # its operands' Gram matrix -> the weight to go on with
-Operands = Callable[[slice], tuple[Tensor, Tensor]]  # of some windows: what is read, and the weight of each row
+Operands = Callable[[slice], Tensor]  # of some windows: what is read
 
 
 class CalibrationStream:
@@ -58,36 +58,29 @@ class CalibrationStream:
         if rounder is not None:
             qkv = self._replace("qkv", rounder, self._normed)
         for windows in self._batches:
-            self._attended[windows] = self._attend(self._normed(windows)[0] @ qkv.T)
+            self._attended[windows] = self._attend(self._normed(windows) @ qkv.T)
         if rounder is not None:
-            o = self._replace("o", rounder, lambda windows: self._adding(windows, self._attended[windows], o))
+            o = self._replace("o", rounder, lambda windows: self._attended[windows])
         for windows in self._batches:
             self.residual[windows] += self._attended[windows] @ o.T
         if rounder is not None:
             gate_up = self._replace("gate_up", rounder, self._normed)
-            down = self._replace(
-                "down", rounder, lambda windows: self._adding(windows, self._activated(windows, gate_up), down)
-            )
+            down = self._replace("down", rounder, lambda windows: self._activated(windows, gate_up))
         for windows in self._batches:
             self.residual[windows] += self._activated(windows, gate_up) @ down.T
 
     def _replace(self, op: Projection, rounder: Rounder, operands: Operands) -> Tensor:
         gram: Tensor | None = None
         for windows in self._batches:
-            rows, row_weights = (part.flatten(0, 1) for part in operands(windows))
-            gram = gram_of(rows, counted(rows, row_weights), onto=gram)
+            rows = operands(windows).flatten(0, 1)
+            gram = gram_of(rows, onto=gram)
         assert gram is not None
         return rounder(op, gram).to(self.device, self.dtype)
 
-    def _normed(self, windows: slice) -> tuple[Tensor, Tensor]:
+    def _normed(self, windows: slice) -> Tensor:
         x = self.residual[windows]
-        return (x * self._rstd(x)).to(self.dtype), torch.ones_like(x[..., :1])
-
-    def _adding(self, windows: slice, operands: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return operands, self._rstd(self.residual[windows] + operands @ weight.T)
-
-    def _rstd(self, x: Tensor) -> Tensor:
-        return torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        return (x * rstd).to(self.dtype)
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """What o reads [windows, L, q features], of the three projections' results."""
@@ -105,5 +98,5 @@ class CalibrationStream:
         return torch.cat(turned, -1).to(self.dtype)
 
     def _activated(self, windows: slice, gate_up: Tensor) -> Tensor:
-        gate, up = (self._normed(windows)[0] @ gate_up.T).chunk(2, -1)
+        gate, up = (self._normed(windows) @ gate_up.T).chunk(2, -1)
         return F.silu(gate).mul_(up)

@@ -17,7 +17,7 @@ from futransformer.layer_parts import HALF_OF, Part, parse_parts
 from futransformer.model import Llama
 from futransformer.quantize.calibrate import Calibration, calibrate
 from futransformer.quantize.fp8 import quantize_weight
-from futransformer.quantize.gram import gram_of
+from futransformer.quantize.gram import LOUDEST, counted, gram_of
 from futransformer.quantize.recipe import Fp8Recipe
 
 TOKENS = torch.randint(256, (600,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -110,3 +110,12 @@ def test_the_gram_matrix_is_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def test_no_row_counts_for_many() -> None:
+    operands = torch.ones(9, 4)
+    operands[3] *= 100
+    operands[5] = 0
+    weights = counted(operands, torch.full((9, 1), 0.5))
+    assert (weights[[0, 1, 2, 4, 5, 6, 7, 8]] == 0.5).all()
+    assert (operands[3] * weights[3]).square().sum().item() == pytest.approx(LOUDEST * 4 * 0.25)

@@ -14,7 +14,6 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import CheckpointError
 from futransformer.ops.interface import Projection
 from futransformer.quantize import stream as stream_module
-from futransformer.quantize.gram import LOUDEST, counted
 from futransformer.quantize.stream import CalibrationStream
 
 WINDOWS = torch.randint(256, (5, 40), generator=torch.Generator().manual_seed(1))
@@ -49,7 +48,6 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CalibrationStream:
 @torch.inference_mode()
 def test_it_goes_transformers_way(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kinds of RoPE; and what a projection reads is what its Gram matrix is of."""
-    monkeypatch.setattr(stream_module, "counted", lambda operands, weights: torch.ones_like(weights))
     model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     read: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -102,15 +100,6 @@ def test_each_projection_hears_of_those_before_it(tiny_base_model: Path, monkeyp
     expected.pass_layer(changed)
     assert order == ["qkv", "o", "gate_up", "down"]
     assert torch.equal(stream.residual, expected.residual)
-
-
-def test_no_row_counts_for_many() -> None:
-    operands = torch.ones(9, 4)
-    operands[3] *= 100
-    operands[5] = 0
-    weights = counted(operands, torch.full((9, 1), 0.5))
-    assert (weights[[0, 1, 2, 4, 5, 6, 7, 8]] == 0.5).all()
-    assert (operands[3] * weights[3]).square().sum().item() == pytest.approx(LOUDEST * 4 * 0.25)
 
 
 def test_an_embedding_that_is_not_finite_is_refused(tiny_base_model: Path) -> None:
