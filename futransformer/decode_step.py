@@ -19,7 +19,7 @@ are few: the pages that attention is launched for come in ``page_bucket`` steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 import torch
@@ -51,7 +51,6 @@ class DecodeStep:
 
         self.ops = ops
         self.forward = forward
-        self.vocab_size = vocab_size
         self.tokens = rows()
         self.lengths = rows()
         self.block_table = torch.zeros(batch, width, dtype=torch.int32, device=ops.device)
@@ -63,8 +62,8 @@ class DecodeStep:
             log=torch.zeros(LOG_STEPS, batch, dtype=torch.int32, device=ops.device),
             steps=torch.zeros(1, dtype=torch.int32, device=ops.device),
         )
-        self.sampling: SamplingRows | None = None  # of this generation; its tensors stay where graphs read them
-        self._sampling: SamplingRows | None = None  # the same tensors, when none is under way
+        self.sampling: SamplingRows | None = None  # of this generation
+        self._sampling: SamplingRows | None = None  # of any: its tensors stay where graphs read them
         # by pages and kind; None: has run eagerly
         self._graphs: dict[tuple[int, Kind], tuple[torch.cuda.CUDAGraph, Tensor | None] | None] = {}
 
@@ -76,8 +75,9 @@ class DecodeStep:
     def begin_generation(
         self, left: Sequence[int], ends: Tensor, settings: Sequence[Sampling] | None, seen: Tensor | None
     ) -> None:
-        """Each row may be given ``left`` tokens, and ends at any of ``ends`` (``pack_seen``); its tokens are chosen as
-        ``settings`` say, None: greedily. ``seen`` are the tokens to penalise, as SamplingRows has them.
+        """Each row may be given ``left`` tokens, and ends at any of ``ends`` (``pack_seen``).
+
+        Its tokens are chosen as ``settings`` say, of which ``seen`` has those to penalise; None: greedily.
         """
         device = self.lengths.device
         self.stops.left.copy_(upload(left, torch.int32, device))
@@ -86,16 +86,16 @@ class DecodeStep:
         self.sampling = None
         if settings is None:
             return
+        assert seen is not None
+        asked = SamplingRows.of(
+            settings, self.lengths, seen
+        )  # once a step has begun, lengths are the new tokens' places
         if self._sampling is None:
-            words = self.stops.ends.shape[0]
-            blank = torch.zeros(len(left), words, dtype=torch.int32, device=device)
-            self._sampling = SamplingRows.of(settings, self.lengths, blank)
+            self._sampling = replace(asked, seen=seen.to(device, copy=True))
+        else:
+            for field in fields(SamplingRows):
+                getattr(self._sampling, field.name).copy_(getattr(asked, field.name))
         self.sampling = self._sampling
-        asked = SamplingRows.of(settings, self.lengths, seen)
-        for field in fields(SamplingRows):
-            target, given = getattr(self.sampling, field.name), getattr(asked, field.name)
-            if target is not self.lengths:
-                target.copy_(given)
 
     def run(self, longest: int, *, logits: bool) -> Tensor | None:
         """One step; ``logits`` [B, vocab_size] if asked for, valid until the next. ``longest`` is the longest length

@@ -46,6 +46,7 @@ TITLES = {
     "attention_decode": "Decode attention",
     "decode_block": "One layer of a decode step",
     "decode_step": "A whole decode step",
+    "sample": "Sampling",
     "decode_host": "What a token costs the host",
     "serve": "An engine under load",
     "quantize": "Quantising a model",

@@ -66,6 +66,11 @@ def add_parsers(subparsers: Subparsers) -> None:
         default="max",
         help="scales by a group's largest weight (default), or those of the least squared error",
     )
+    parser.add_argument(
+        "--rotate",
+        action="store_true",
+        help="rotate the residual stream, and V within its heads, by what is folded into the weights: spreads outliers",
+    )
     gptq = parser.add_argument_group("gptq, and the text that it reads")
     gptq.add_argument(
         "--calibration",
@@ -98,7 +103,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         choices=BLOCKS,
         metavar="N",
         help="rotate V in blocks of N features of a head, folded into the weights, and K as an INT4 cache is written "
-        f"(default: {DEFAULT_COPY.hadamard} for an INT4 cache, else 0: not at all)",
+        f"(default: {DEFAULT_COPY.hadamard} for an INT4 cache, else 0: not at all; with --rotate V's is a head)",
     )
     served.add_argument(
         "--fp8-prefill",
@@ -119,6 +124,7 @@ def _quantize(args: argparse.Namespace) -> int:
     from futransformer.formats.codes import Groups  # noqa: PLC0415 - see futransformer.cli
     from futransformer.generator.config import load_config  # noqa: PLC0415
     from futransformer.quantize.folder import check_output  # noqa: PLC0415
+    from futransformer.quantize.folding import Folding  # noqa: PLC0415
     from futransformer.quantize.int4_gptq import Int4Method  # noqa: PLC0415
     from futransformer.quantize.layers import Gptq, Nearest  # noqa: PLC0415
     from futransformer.quantize.stream import CalibrationStream  # noqa: PLC0415
@@ -128,17 +134,18 @@ def _quantize(args: argparse.Namespace) -> int:
         raise InputError(f"--sweeps must not be negative, as {args.sweeps} is")
     groups = Groups(SIZES[args.group_size], args.asymmetric)
     method = Int4Method(groups, args.scale_search, args.act_order, args.sweeps)
-    rotation = _rotation(args)
-    precision = _precision(args, f"int4{groups.suffix}", rotation)
+    precision = _precision(args, f"int4{groups.suffix}")
     folder, device = model_folder(args.model), _device(args.device)
     config = load_config(folder)
+    folding = Folding(args.rotate, _value_rotation(args, config), device)
     check_output(folder, args.output, force=args.force, what=WHAT)
     described: dict[str, Any] = {
         "method": args.method,
         "group_size": groups.group_size,
         "zero_points": groups.zero_points,
         "scale_search": method.search,
-        "hadamard_block": rotation,
+        "residual_rotation": folding.residual_rotation,
+        "value_rotation": folding.value_rotation,
     }
     text = _calibration(args, folder, config) if args.method == "gptq" or args.fp8_prefill else None
     if args.method == "gptq":
@@ -153,49 +160,48 @@ def _quantize(args: argparse.Namespace) -> int:
     def quantiser(checkpoint: Checkpoint) -> LayerQuantiser:
         if args.method == "rtn" or text is None:
             return Nearest(method, device)
-        return Gptq(method, CalibrationStream(config, checkpoint.embedding(), text.windows, device))
+        return Gptq(method, CalibrationStream(config, folding.embedding(checkpoint), text.windows, device))
 
     def show(progress: Progress) -> None:
         left = progress.seconds_left
         rest = "kept from before" if left is None else f"{math.ceil(left)} s left"
         say(f"layer {progress.layers} of {progress.of}, {rest}")
 
+    reader = None if text is None else _fp8_reader(args, precision, text)
     errors = write_quantised(
         folder,
         args.output,
         quantiser,
         groups,
         described,
-        own=Own(precision, None if text is None else _fp8_reader(args, precision, text))
-        if args.format == OWN
-        else None,
-        value_rotation=rotation,
+        own=Own(precision, reader) if args.format == OWN else None,
+        folding=folding,
         force=args.force,
         progress=show,
     )
     if args.json:
-        print(
-            json.dumps(
-                {"output": str(args.output), "precision": precision.name, **described, "errors": errors}, indent=2
-            )
-        )
+        report = {"output": str(args.output), "precision": precision.name, **described, "errors": errors}
+        print(json.dumps(report, indent=2))
     else:
         _report(args, f"{groups}; precision {precision.name} serves it", errors)
     return 0
 
 
-def _rotation(args: argparse.Namespace) -> int:
+def _value_rotation(args: argparse.Namespace, config: LlamaConfig) -> int:
     if args.hadamard_block is not None:
         block: int = args.hadamard_block
         return block
+    if args.rotate:
+        return config.head_dim
     return DEFAULT_COPY.hadamard if "int4" in args.kv else 0
 
 
-def _precision(args: argparse.Namespace, weights: str, rotation: int) -> Precision:
+def _precision(args: argparse.Namespace, weights: str) -> Precision:
     """What the folder is to name; InputError where only our own format can."""
-    copied = "int4" in args.kv and rotation != DEFAULT_COPY.hadamard
+    block = args.hadamard_block
+    copied = "int4" in args.kv and block not in (None, DEFAULT_COPY.hadamard)
     name = f"{'fp8-' if args.fp8_prefill else ''}{weights}{HEADS[args.lm_head]}{CACHES[args.kv]}"
-    precision = get_precision(name + (f"-h{rotation}" if copied else ""))
+    precision = get_precision(name + (f"-h{block}" if copied else ""))
     if args.format != OWN and (args.fp8_prefill or precision.suffix):
         raise InputError(
             f"--format {args.format} has no place for --fp8-prefill, --lm-head and --kv: leave them out, or write "

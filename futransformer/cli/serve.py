@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 KEY_VARIABLE = "FUTRANSFORMER_API_KEY"
-PACKAGES = ("anyio", "fastapi", "prometheus_client", "uvicorn")  # the extra [serve]
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # the extra [serve]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

@@ -22,12 +22,14 @@ DONE = ".errors.json"  # beside a finished layer's shard, until all are: its err
 UNFINISHED = ".unfinished"
 
 
-def assemble(source: Path, folder: Path, shards: Sequence[str], groups: Groups) -> None:
-    """Make the finished shards a checkpoint, with all that is carried from ``source``."""
+def assemble(source: Path, folder: Path, shards: Sequence[str], groups: Groups, *, tied: bool) -> None:
+    """Make the finished shards a checkpoint, with all that is carried from ``source``; ``tied``: the embeddings are."""
     for name in carried_files(source, weight_files(source)):
         if name not in (INDEX_FILE, "config.json"):
             shutil.copyfile(source / name, folder / name)
     content = {**read_json(source / "config.json"), "quantization_config": packed_config(groups)}
+    if not tied:
+        content["tie_word_embeddings"] = False
     write_json(folder / "config.json", content)
     weight_map: dict[str, str] = {}
     size = 0

@@ -1,40 +1,109 @@
-"""A layer's weights as they are quantised: gains of norms in them, and V rotated, if it is to be."""
+"""A model's weights as they are quantised: gains of norms in them, and rotated, if they are to be.
+
+Two rotations change nothing that a model computes, but what there is to round: outliers of a few columns are spread
+over all. That of the *residual stream*, x -> x R, goes through RMSNorm (whose gain is in the weight behind it), for it
+changes no row's norm: what reads x is W R, what adds to it R^T W, the embedding E R, the head W R with the last gain in
+it. That of *V* is undone by o.
+
+R = diag(signs) (D x H) with H the Hadamard matrix of the largest power of two in hidden_size, D of what is left (the
+discrete Hartley matrix: orthogonal and its own inverse for any size) and random signs; all of it is applied in float32.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from futransformer.checkpoint import Checkpoint, fold_gain, pair_order, projections_of
+from futransformer.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, fold_gain, pair_order, projections_of
+from futransformer.generator.errors import InputError
 from futransformer.ops.interface import Projection
 from futransformer.quantize.kv_int4 import rotate
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
+CPU = torch.device("cpu")
+SEED = 0  # of the signs
+ROWS = 8192  # of an embedding or a head, in float32 at a time
 
 
-def folded_layer(checkpoint: Checkpoint, index: int, value_rotation: int = 0) -> dict[str, Tensor]:
-    """The weights [N, K] of a layer's projections, by their modules' names: BF16, and v and o float32 if rotated.
+@dataclass(frozen=True)
+class Folding:
+    """What is folded into a checkpoint's weights; rotations are computed on ``device``."""
 
-    ``value_rotation``: the block of features of a head in which V comes out rotated (futransformer.quantize.kv_int4);
-    o takes it back.
-    """
-    input_gain, mlp_gain = (checkpoint.read(f"model.layers.{index}.{norm}.weight") for norm in NORMS)
-    folded = {}
-    for module in projections_of(index):
-        gain = None if module.endswith(("o_proj", "down_proj")) else mlp_gain if ".mlp." in module else input_gain
-        weight = checkpoint.projection(module)
-        folded[module] = weight.to(torch.bfloat16) if gain is None else fold_gain(weight, gain)
-    if value_rotation:
-        _, _, v, o, *_ = projections_of(index)
-        folded[v] = rotate(folded[v].float().T, value_rotation).T.contiguous()
-        folded[o] = rotate(folded[o], value_rotation)
-    return folded
+    residual_rotation: bool = False
+    value_rotation: int = 0  # features of a head in whose blocks V comes out rotated (quantize/kv_int4.py); 0: not
+    device: torch.device = CPU
+
+    def check(self, name: str, head_dim: int) -> None:
+        """Refuse a block that heads are no multiple of."""
+        if self.value_rotation and head_dim % self.value_rotation:
+            raise InputError(
+                f"{name}: heads of {head_dim} features are no whole Hadamard blocks of {self.value_rotation}; "
+                f"give a block that divides {head_dim}, or 0"
+            )
+
+    def layer(self, checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
+        """The weights [N, K] of a layer's projections, by their modules' names: BF16, and float32 where rotated."""
+        gains = [checkpoint.read(f"model.layers.{index}.{norm}.weight") for norm in NORMS]
+        folded = {}
+        for module in projections_of(index):
+            weight = checkpoint.projection(module)
+            adds = module.endswith(("o_proj", "down_proj"))
+            weight = weight.to(torch.bfloat16) if adds else fold_gain(weight, gains[".mlp." in module])
+            folded[module] = self._rotated(weight, module, adds)
+        return folded
+
+    def embedding(self, checkpoint: Checkpoint) -> Tensor:
+        """The embedding [vocab_size, hidden_size], BF16: where the stream begins."""
+        return self._table(checkpoint.embedding()) if self.residual_rotation else checkpoint.embedding()
+
+    def ends(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """The embedding, the last norm, and the head, if it is apart; where the stream is rotated, it is."""
+        if not self.residual_rotation:
+            names = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
+            return {name: checkpoint.read(name) for name in names}
+        return {
+            EMBEDDING: self.embedding(checkpoint),
+            FINAL_NORM: torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16),
+            HEAD: self._table(checkpoint.lm_head()),
+        }
+
+    def _table(self, rows: Tensor) -> Tensor:
+        return torch.cat([self._turned(some).to(torch.bfloat16) for some in torch.split(rows, ROWS)])
+
+    def _rotated(self, weight: Tensor, module: str, adds: bool) -> Tensor:
+        if self.value_rotation and module.endswith("v_proj"):
+            weight = rotate(weight.to(self.device).float().T, self.value_rotation).T
+        if self.value_rotation and module.endswith("o_proj"):
+            weight = rotate(weight.to(self.device), self.value_rotation)
+        if self.residual_rotation:
+            weight = self._turned(weight.T).T if adds else self._turned(weight)
+        return weight.cpu().contiguous()
+
+    def _turned(self, features: Tensor) -> Tensor:
+        """Features [..., H] times R, float32, on the CPU."""
+        width = features.shape[-1]
+        even = width & -width  # the largest power of two in it
+        generator = torch.Generator().manual_seed(SEED)
+        signs = torch.randint(2, (width,), generator=generator).mul_(2).sub_(1).to(self.device)
+        turned = rotate((features.to(self.device).float() * signs).view(*features.shape[:-1], -1, even), even)
+        if even < width:
+            turned = _hartley(width // even).to(self.device) @ turned
+        return turned.reshape(features.shape).cpu()
+
+
+def _hartley(size: int) -> Tensor:
+    """cos + sin of 2 pi i j / size, over the root of size: symmetric and orthogonal; float32."""
+    places = torch.arange(size, dtype=torch.float64)
+    angles = torch.outer(places, places) * (2 * math.pi / size)
+    return ((angles.cos() + angles.sin()) / math.sqrt(size)).float()
 
 
 def logical_weights(weights: Mapping[str, Tensor], head_dim: int) -> dict[Projection, Tensor]:
-    """The same as a prefill reads them: BF16, the rows of Q and K in pair order."""
+    """Folded weights as a prefill reads them: BF16, the rows of Q and K in pair order."""
     q, k, v, o, gate, up, down = (weight.to(torch.bfloat16) for weight in weights.values())
     return {
         "qkv": torch.cat((pair_order(q, head_dim), pair_order(k, head_dim), v)),

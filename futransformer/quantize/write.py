@@ -2,9 +2,10 @@
 
 The folder is a compressed-tensors checkpoint (pack-quantized), which other engines read as well: the gains of the
 layers' norms are folded into the weights before they are quantised, and their weights are ones; the last norm, the
-embedding and the head stay as they are. futransformer.json beside it has the method and the sha256 of every file. Of
-our own format it also names the precision that the model is made for, and what an FP8 prefill reads lies beside it:
-codes of the same weights before they were INT4, and scales of activations.
+embedding and the head stay as they are, unless the stream is rotated (futransformer.quantize.folding).
+futransformer.json beside it has the method and the sha256 of every file. Of our own format it also names the precision
+that the model is made for, and what an FP8 prefill reads lies beside it: codes of the same weights before they were
+INT4, and scales of activations.
 
 One shard a layer, written whole or not at all, into a folder beside OUT whose name is of the job; what is there when a
 job begins again is kept. One process at a time works on a job. At no time is more than one layer in memory.
@@ -26,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from futransformer.build.cache import lock_at, storage_errors
-from futransformer.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint, load_checkpoint, projections_of
+from futransformer.checkpoint import Checkpoint, load_checkpoint, projections_of
 from futransformer.formats.codes import Groups
 from futransformer.formats.compressed_tensors import packed_tensors, unpacked
 from futransformer.fp8_scaling import ActivationScales
@@ -37,7 +38,7 @@ from futransformer.generator.precision import E4M3, Precision
 from futransformer.quantize.assemble import DONE, assemble, seal, write_json, write_whole
 from futransformer.quantize.description import FORMAT, INT4_SECTION, precision_section, sha256_of, weight_files
 from futransformer.quantize.folder import SCALES_FILE, check_output, publish, save_scales, scratch_beside
-from futransformer.quantize.folding import NORMS, folded_layer, logical_weights
+from futransformer.quantize.folding import NORMS, Folding, logical_weights
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.layers import Errors, LayerQuantiser
 from futransformer.quantize.recipe import Fp8Recipe
@@ -109,14 +110,14 @@ def write_quantised(
     method: Mapping[str, Any],
     *,
     own: Own | None = None,
-    value_rotation: int = 0,
+    folding: Folding = Folding(),  # noqa: B008 - frozen
     force: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> dict[str, Errors]:
     """Quantise the projections of ``source`` and write the folder; the errors of each, by name (see ``Quantised``).
 
     ``method`` says in JSON's types what the quantiser does: a job that was interrupted goes on where ``source``,
-    ``groups``, ``value_rotation`` (see ``folded_layer``) and ``method`` are the same.
+    ``groups``, ``folding`` and ``method`` are the same.
     """
     check_output(source, output, force=force, what=WHAT)
     config = load_config(source)
@@ -125,13 +126,10 @@ def write_quantised(
         raise InputError(
             f"{source} is quantised already ({checkpoint.format.title}): give the model that it was made from"
         )
-    if value_rotation and config.head_dim % value_rotation:
-        raise InputError(
-            f"{config.name}: heads of {config.head_dim} features are no whole Hadamard blocks of {value_rotation}; "
-            f"give a block that divides {config.head_dim}, or 0"
-        )
+    folding.check(config.name, config.head_dim)
     count, there = config.num_hidden_layers, output.resolve()
-    job = _job(source, [groups, value_rotation, method, own.precision.weight_scales if own and own.fp8 else None])
+    rotations = [folding.residual_rotation, folding.value_rotation]
+    job = _job(source, [groups, rotations, method, own.precision.weight_scales if own and own.fp8 else None])
     partial = there.parent / f".{there.name}-{job}.partial"
     shards = [f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
     layers = [
@@ -149,7 +147,7 @@ def write_quantised(
         spent, written = 0.0, 0
         for index, layer in enumerate(layers):
             start = time.perf_counter()
-            weights = folded_layer(checkpoint, index, value_rotation)
+            weights = folding.layer(checkpoint, index)
             found = layer.finished()
             if found is None:
                 quantised = working.quantise(index, weights)
@@ -172,9 +170,8 @@ def write_quantised(
                 left = spent / written * (count - index - 1) if written else None
                 progress(Progress(index + 1, count, left))
         del working  # and with it what it holds of a calibration text
-        ends = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
-        write_whole(partial / shards[-1], save({name: checkpoint.read(name) for name in ends}, {"format": "pt"}))
-        assemble(source, partial, shards, groups)
+        write_whole(partial / shards[-1], save(folding.ends(checkpoint), {"format": "pt"}))
+        assemble(source, partial, shards, groups, tied=config.tie_word_embeddings and not folding.residual_rotation)
         described = {**method, "group_size": groups.group_size, "zero_points": groups.zero_points, "errors": errors}
         seal(partial, {**_own_sections(own, partial, layers), INT4_SECTION: described})
         check_output(source, output, force=force, what=WHAT)  # another job may have been faster

@@ -39,6 +39,7 @@ from futransformer.bench.subjects import (
     gemm,
     prefill_block,
     prefill_model,
+    sample,
     subject_cases,
 )
 from futransformer.bench.subjects.projection import ProjectionInputs
@@ -46,6 +47,7 @@ from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import Precision, get_precision
 from futransformer.reference import ReferenceOps
+from futransformer.sampling import Sampling
 from tests.bench.conftest import CpuBench
 
 SMALL = "smollm2-135m"
@@ -92,6 +94,7 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "prefill_block/fp8": partial(prefill_block.open_case, SMALL, (40, 40), precision="fp8"),
     "prefill_block/ragged/fp8": partial(prefill_block.open_case, SMALL, (1, 70, 9), precision="fp8"),
     "prefill_model/fp8": partial(prefill_model.open_case, SMALL, 70),
+    **{f"sample/{name}": partial(sample.open_case, SMALL, 3, each) for name, each in sample.SETTINGS.items()},
 }
 RUN_HERE = (
     "torch-bf16",
@@ -103,6 +106,7 @@ RUN_HERE = (
     "torch-fp8-padded",
     "ours-default",
     "ours-no-copy",
+    "torch-sort",
 )
 
 
@@ -162,6 +166,17 @@ def test_interleaving_for_gated_rivals() -> None:
     wanted = weight[[0, 3, 1, 4, 2, 5]]
     assert torch.equal(quack.interleaved(weight).t(), wanted)
     assert quack.interleaved(weight).stride() == (1, 2)  # K contiguous
+
+
+def test_the_sorting_rival_draws_what_ours_may() -> None:
+    logits = torch.tensor([[0.0, 3, 1, 3, -1, 2]]).expand(4000, -1) * 0.6931472
+    weights = torch.tensor([1.0, 8, 2, 8, 0.5, 4], dtype=torch.float64)
+    torch.manual_seed(0)
+    for sampling, kept in ((Sampling(), 0.0), (Sampling(top_k=3), 4.0), (Sampling(top_p=0.8), 4.0)):
+        expected = weights * (weights >= kept)
+        expected /= expected.sum()
+        found = sample.by_sorting(logits, sampling).bincount(minlength=6).double() / 4000
+        assert ((found - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-9).all()
 
 
 def test_pair_order() -> None:

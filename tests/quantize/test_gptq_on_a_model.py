@@ -12,7 +12,7 @@ import torch
 from futransformer.checkpoint import load_checkpoint
 from futransformer.formats.codes import Groups
 from futransformer.generator.config import load_config
-from futransformer.quantize.folding import folded_layer
+from futransformer.quantize.folding import Folding
 from futransformer.quantize.int4_gptq import Int4Method
 from futransformer.quantize.layers import Gptq, Quantised
 from futransformer.quantize.stream import CalibrationStream
@@ -34,7 +34,7 @@ def test_options_gain(small_model: Path) -> None:
     page = (resources.files("futransformer") / "data" / "sample.txt").read_bytes().decode()
     tokens = Tokenizer(small_model).encode(page)
     windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW, WINDOW)][:4]
-    weights = folded_layer(checkpoint, 0)
+    weights = Folding().layer(checkpoint, 0)
     groups = Groups(128, zero_points=False)
     found = {}
     for method in (

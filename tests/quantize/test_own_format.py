@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from futransformer.checkpoint import load_checkpoint, projections_of
+from futransformer.checkpoint import load_checkpoint
 from futransformer.cli import main
 from futransformer.cli import quantize as quantize_module
 from futransformer.fp8_scaling import READERS
@@ -19,12 +18,8 @@ from futransformer.generator.errors import CheckpointError
 from futransformer.model import Llama
 from futransformer.quantize.description import named_precision
 from futransformer.quantize.folder import read_recipe
-from futransformer.quantize.folding import folded_layer
 from futransformer.quantize.fp8 import quantize_weight
-from futransformer.quantize.kv_int4 import rotate
-from futransformer.quantize.stream import CalibrationStream
 
-CPU = torch.device("cpu")
 TOKENS = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(6)).tolist()
 SHORT = ("--group-size", "64", "--device", "cpu", "--samples", "2", "--seqlen", "64")
 
@@ -143,27 +138,3 @@ def test_a_rotation_beyond_a_head_is_refused(
     command = ["quantize", str(tiny_base_model), "-o", str(tmp_path / "out"), "--hadamard-block", "128"]
     assert main(command) == 2
     assert "heads of 64 features are no whole Hadamard blocks of 128" in capsys.readouterr().err
-
-
-@torch.inference_mode()
-def test_a_rotated_model_is_the_same(tiny_model: Path) -> None:
-    """V comes out rotated, o takes it back, and the stream is what it was, to float32's roundings."""
-    config = load_config(tiny_model)
-    checkpoint = load_checkpoint(tiny_model, config)
-    plain, turned = (CalibrationStream(config, checkpoint.embedding(), TOKENS, CPU) for _ in range(2))
-    for index in range(2):
-        exact, rotated = (folded_layer(checkpoint, index, block) for block in (0, 64))
-        v = projections_of(index)[2]
-        heads = exact[v].float().view(config.num_key_value_heads, 64, -1).transpose(1, 2)
-        assert torch.equal(rotated[v].view(config.num_key_value_heads, 64, -1).transpose(1, 2), rotate(heads, 64))
-        for stream, weights in ((plain, exact), (turned, rotated)):
-            q, k, v_weight, o, gate, up, down = (weight.float() for weight in weights.values())
-            fused: dict[Any, Tensor] = {
-                "qkv": torch.cat((q, k, v_weight)),
-                "o": o,
-                "gate_up": torch.cat((gate, up)),
-                "down": down,
-            }
-            stream.pass_layer(fused)
-    assert (turned.residual - plain.residual).abs().max() <= 2e-6 * plain.residual.abs().max()
-    assert not torch.equal(turned.residual, plain.residual)

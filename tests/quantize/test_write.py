@@ -218,7 +218,7 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
 ) -> None:
     """A file system may lose what was renamed into place shortly before."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise StoppedError
 
     with monkeypatch.context() as patched:
@@ -258,7 +258,7 @@ def test_a_full_disk_says_what_is_kept(tiny_base_model: Path, tmp_path: Path, mo
 def test_another_method_begins_anew(
     tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[Groups, str]]
 ) -> None:
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise StoppedError
 
     monkeypatch.setattr(write_module, "assemble", stop)

@@ -147,7 +147,7 @@ def serving(
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     assert not ended.is_set()
     try:
         yield Address(f"http://127.0.0.1:{listener.getsockname()[1]}", made[0], ended)

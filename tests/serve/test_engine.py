@@ -26,7 +26,8 @@ PROMPTS = [chr(ord("a") + index) * (1 + 7 * index) for index in range(16)]  # 1 
 
 def load(folder: Path, **options: Any) -> LLM:
     """On the exact reference, whose sums are close enough in any order to give one text."""
-    return LLM(folder, ops=ReferenceOps(load_config(folder), dtype=torch.float32), num_pages=64, **options)
+    options = {"num_pages": 64, **options}
+    return LLM(folder, ops=ReferenceOps(load_config(folder), dtype=torch.float32), **options)
 
 
 @pytest.fixture(scope="module")

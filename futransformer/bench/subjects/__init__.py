@@ -19,6 +19,7 @@ SUBJECTS: tuple[str, ...] = (
     "attention_decode",
     "decode_block",
     "decode_step",
+    "sample",
     "decode_host",
     "serve",
     "quantize",

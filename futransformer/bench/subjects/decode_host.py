@@ -1,4 +1,4 @@
-"""decode_host/8b/{bf16,int4/head=fp8}/{greedy,sampled}/B=.../ctx=...: what a token of generation costs the host, in us.
+"""decode_host/8b/{bf16,int4-kv4/head=fp8}/{greedy,sampled}/B=...: what a token of generation costs the host, in us.
 
 The time of ``Generation`` less what it waits for the device, over the tokens of a sequence: launches, looks, lists of
 tokens. The model is random. Checked: every text has its tokens, all within the vocabulary, and each run gives the same.
@@ -22,7 +22,7 @@ from futransformer.generator.precision import get_precision
 from futransformer.sampling import Sampling
 
 BATCHES = (1, 8, 32)
-PRECISIONS = {"bf16": "bf16", "int4/head=fp8": "int4-head8"}
+PRECISIONS = {"bf16": "bf16", "int4-kv4/head=fp8": "int4-head8-kv4"}
 SAMPLINGS = {"greedy": None, "sampled": Sampling(top_k=50, top_p=0.95, repetition_penalty=1.1)}
 CONTEXT = 1024
 NEW_TOKENS = 256
@@ -35,9 +35,9 @@ def cases() -> Sequence[HostCase]:
     for read, precision in PRECISIONS.items():
         for choice, sampling in SAMPLINGS.items():
             for batch in BATCHES:
-                name = f"decode_host/8b/{read}/{choice}/B={batch}/ctx={CONTEXT}"
+                name = f"decode_host/8b/{read}/{choice}/B={batch}"
                 run = partial(measure, name, "8b", precision, sampling, batch, CONTEXT, NEW_TOKENS)
-                default = precision == "int4-head8" and batch in (1, 8)
+                default = precision != "bf16" and batch in (1, 8)
                 found.append(HostCase(name, run, default=default, precision=precision))
     return found
 

@@ -28,7 +28,7 @@ from futransformer.generator.errors import InputError
 METHODS: dict[str, tuple[str, ...]] = {
     "rtn": ("--method", "rtn"),
     "gptq": ("--method", "gptq"),
-    "gptq-best": ("--method", "gptq", "--act-order", "--scale-search", "mse", "--sweeps", "1"),
+    "gptq-best": ("--method", "gptq", "--rotate", "--act-order", "--scale-search", "mse", "--sweeps", "1"),
 }
 DEFAULT = ("smollm2-135m", "llama-3.1-8b")
 CALIBRATION = ("--calibration", "random", "--samples", "128", "--seqlen", "2048")

@@ -172,27 +172,27 @@ struct Sample {
       for (int i = 0; i < 4; ++i) {
         each[i] = steps_below(__uint_as_float(each[i]), largest, factor);
         if ((by_count || by_mass) && 4 * quad + i < Vocabulary) {
-          add(shared.whole, each[i] >> (kDigits - 1) * kDigitBits, each[i], by_mass);
+          add(shared.whole, each[i] >> (kDigits - 1) * kDigitBits, each[i], by_count, by_mass);
         }
       }
     });
     if (!by_count && !by_mass) return kOutOfReach - 1;
-    Sums const whole = of_cluster(shared.whole, by_mass);
+    Sums const whole = of_cluster(shared.whole, by_count, by_mass);
     Found found{kOutOfReach};
     double enough = 0;
     auto const enough_tokens = [&](Sums const& sums) { return sums.count >= uint32_t(top_k); };
     auto const enough_mass = [&](Sums const& sums) { return double(sums.mass) >= enough; };
-    if (by_count) found = descend(whole, shared.of_k, by_mass, enough_tokens);
+    if (by_count) found = descend(whole, shared.of_k, true, by_mass, enough_tokens);
     if (by_mass) {
       uint64_t const held = by_count ? found.through.mass : total(whole).mass;
       enough = double(held) * double(top_p);
-      found = descend(whole, shared.of_p, true, enough_mass);
+      found = descend(whole, shared.of_p, false, true, enough_mass);
     }
     return min(found.bin, kOutOfReach - 1);
   }
 
-  CUTLASS_DEVICE static void add(Histogram& bins, uint32_t bin, uint32_t steps, bool weigh) {
-    atomicAdd(&bins.count[bin], 1u);
+  CUTLASS_DEVICE static void add(Histogram& bins, uint32_t bin, uint32_t steps, bool count, bool weigh) {
+    if (count) atomicAdd(&bins.count[bin], 1u);
     if (!weigh) return;
     uint32_t const mass = mass_of(steps), low = mass % (1 << 15), high = mass >> 15;
     if (low) atomicAdd(&bins.low[bin], low);
@@ -200,14 +200,14 @@ struct Sample {
   }
 
   // What all blocks have in this thread's bin.
-  CUTLASS_DEVICE Sums of_cluster(Histogram const& bins, bool weigh) {
+  CUTLASS_DEVICE Sums of_cluster(Histogram const& bins, bool count, bool weigh) {
     sync_cluster();
     Sums sums{};
     if (threadIdx.x >= kBins) return sums;
     CUTLASS_PRAGMA_UNROLL
     for (int other = 0; other < Blocks; ++other) {
       Histogram const& theirs = *in_block(&bins, other);
-      sums.count += theirs.count[threadIdx.x];
+      if (count) sums.count += theirs.count[threadIdx.x];
       if (weigh) sums.mass += theirs.low[threadIdx.x] + (uint64_t(theirs.high[threadIdx.x]) << 15);
     }
     return sums;
@@ -215,7 +215,8 @@ struct Sample {
 
   // The steps at which a bound is met: digit by digit, of what shares the digits before.
   template <class Reached>
-  CUTLASS_DEVICE Found descend(Sums const& whole, Histogram (&of_digits)[kDigits - 1], bool weigh, Reached reached) {
+  CUTLASS_DEVICE Found descend(Sums const& whole, Histogram (&of_digits)[kDigits - 1], bool count, bool weigh,
+                               Reached reached) {
     Found found = find(whole, Sums{}, reached);
     uint32_t digits = found.bin;
     CUTLASS_PRAGMA_UNROLL
@@ -226,10 +227,10 @@ struct Sample {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) {
           if (each[i] >> shift >> kDigitBits != digits || 4 * quad + i >= Vocabulary) continue;
-          add(of_digits[digit - 1], each[i] >> shift & (kBins - 1), each[i], weigh);
+          add(of_digits[digit - 1], each[i] >> shift & (kBins - 1), each[i], count, weigh);
         }
       });
-      found = find(of_cluster(of_digits[digit - 1], weigh), found.before, reached);
+      found = find(of_cluster(of_digits[digit - 1], count, weigh), found.before, reached);
       digits = digits << kDigitBits | found.bin;
     }
     found.bin = digits;
