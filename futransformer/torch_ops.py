@@ -6,7 +6,8 @@ schema that says what it writes (pages, the copy, the residual stream, maxima an
 shapes, types and strides without computing.
 
 An operator's results alias neither its arguments nor each other. Where ``Stream`` holds one tensor twice (x is the
-residual stream in a BF16 prefill), the operator returns no rows in the second one's place.
+residual stream in a BF16 prefill), the operator returns no rows in the second one's place. An FP8 result of one tensor
+has an operator of its own: Inductor (PyTorch 2.13) fails on one result beside written arguments that are all left out.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _(
     return x.new_empty(x.shape[0], served.config.heads.q_features, dtype=_stored(served))
 
 
-@torch.library.custom_op("futransformer::attention_prefill", mutates_args=("amax", "saturated"))
+@torch.library.custom_op("futransformer::attention_prefill", mutates_args=())
 def attention_prefill(
     ops: str,
     q: Tensor,
@@ -170,9 +171,6 @@ def attention_prefill(
     cu_seqlens_q: Tensor,
     seqlens_k: Tensor,
     max_seqlen_q: int,
-    out_scale: Tensor | None,
-    amax: Tensor | None,
-    saturated: Tensor | None,
     kv_scale: Tensor | None,
 ) -> Tensor:
     """See Ops.attention_prefill."""
@@ -184,7 +182,6 @@ def attention_prefill(
         cu_seqlens_q,
         seqlens_k,
         max_seqlen_q=max_seqlen_q,
-        fp8=_fp8("attention_prefill", out_scale, amax, saturated),
         kv_scale=kv_scale,
     )
 
@@ -199,9 +196,53 @@ def _(
     cu_seqlens_q: Tensor,
     seqlens_k: Tensor,
     max_seqlen_q: int,
-    out_scale: Tensor | None,
-    amax: Tensor | None,
-    saturated: Tensor | None,
+    kv_scale: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(q, dtype=_stored(_served("attention_prefill", ops)))
+
+
+@torch.library.custom_op("futransformer::attention_prefill_fp8", mutates_args=("amax", "saturated"))
+def attention_prefill_fp8(
+    ops: str,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    out_scale: Tensor,
+    amax: Tensor,
+    saturated: Tensor,
+    kv_scale: Tensor | None,
+) -> Tensor:
+    """See Ops.attention_prefill, whose result is FP8."""
+    return _served("attention_prefill", ops).attention_prefill(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        cu_seqlens_q,
+        seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        fp8=Fp8Output(out_scale, amax, saturated),
+        kv_scale=kv_scale,
+    )
+
+
+@attention_prefill_fp8.register_fake
+def _(
+    ops: str,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    out_scale: Tensor,
+    amax: Tensor,
+    saturated: Tensor,
     kv_scale: Tensor | None,
 ) -> Tensor:
     return torch.empty_like(q, dtype=_read(_served("attention_prefill", ops), out_scale))
@@ -293,7 +334,7 @@ def _(
     )
 
 
-@torch.library.custom_op("futransformer::gate_up", mutates_args=("amax", "saturated"))
+@torch.library.custom_op("futransformer::gate_up", mutates_args=())
 def gate_up(
     ops: str,
     phase: str,
@@ -301,13 +342,9 @@ def gate_up(
     sumsq: Tensor,
     weight: Tensor,
     scale: Tensor | None,
-    out_scale: Tensor | None,
-    amax: Tensor | None,
-    saturated: Tensor | None,
 ) -> Tensor:
     """See Ops.gate_up."""
-    fp8 = _fp8("gate_up", out_scale, amax, saturated)
-    return _served("gate_up", ops).gate_up(_phase("gate_up", phase), x, sumsq, weight, scale=scale, fp8=fp8)
+    return _served("gate_up", ops).gate_up(_phase("gate_up", phase), x, sumsq, weight, scale=scale)
 
 
 @gate_up.register_fake
@@ -318,9 +355,39 @@ def _(
     sumsq: Tensor,
     weight: Tensor,
     scale: Tensor | None,
-    out_scale: Tensor | None,
-    amax: Tensor | None,
-    saturated: Tensor | None,
+) -> Tensor:
+    served = _served("gate_up", ops)
+    return x.new_empty(x.shape[0], served.config.intermediate_size, dtype=_stored(served))
+
+
+@torch.library.custom_op("futransformer::gate_up_fp8", mutates_args=("amax", "saturated"))
+def gate_up_fp8(
+    ops: str,
+    phase: str,
+    x: Tensor,
+    sumsq: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    out_scale: Tensor,
+    amax: Tensor,
+    saturated: Tensor,
+) -> Tensor:
+    """See Ops.gate_up, whose result is FP8."""
+    fp8 = Fp8Output(out_scale, amax, saturated)
+    return _served("gate_up", ops).gate_up(_phase("gate_up", phase), x, sumsq, weight, scale=scale, fp8=fp8)
+
+
+@gate_up_fp8.register_fake
+def _(
+    ops: str,
+    phase: str,
+    x: Tensor,
+    sumsq: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    out_scale: Tensor,
+    amax: Tensor,
+    saturated: Tensor,
 ) -> Tensor:
     served = _served("gate_up", ops)
     return x.new_empty(x.shape[0], served.config.intermediate_size, dtype=_read(served, out_scale))

@@ -116,7 +116,11 @@ class TraceableOps:
     ) -> Tensor:
         """See Ops.attention_prefill; ``out`` costs a copy."""
         state = (q, k_pages, v_pages, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q)
-        attended: Tensor = torch_ops.attention_prefill(self.name, *state, *(fp8 or _NO_FP8), kv_scale)
+        attended: Tensor
+        if fp8 is None:
+            attended = torch_ops.attention_prefill(self.name, *state, kv_scale)
+        else:
+            attended = torch_ops.attention_prefill_fp8(self.name, *state, *fp8, kv_scale)
         return attended if out is None else out.copy_(attended)
 
     def attention_decode(
@@ -162,7 +166,11 @@ class TraceableOps:
         fp8: Fp8Output | None = None,
     ) -> Tensor:
         """See Ops.gate_up."""
-        h: Tensor = torch_ops.gate_up(self.name, phase, x, sumsq, weight, scale, *(fp8 or _NO_FP8))
+        h: Tensor
+        if fp8 is None:
+            h = torch_ops.gate_up(self.name, phase, x, sumsq, weight, scale)
+        else:
+            h = torch_ops.gate_up_fp8(self.name, phase, x, sumsq, weight, scale, *fp8)
         return h
 
     def down(
