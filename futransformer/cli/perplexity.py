@@ -53,7 +53,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--compare",
         metavar="BASELINE",
         help="score another model too, and tell the KL divergence from it and how often the likeliest token is the "
-        "same: a precision of the same MODEL, such as bf16, or a model's folder, in bf16",
+        "same: a precision of the same MODEL, such as bf16, or a model's folder, in bf16. Of a quantised MODEL name "
+        "the folder that it was made from: its own bf16 is its codes, dequantised",
     )
     perplexity.add_argument(
         "--compare-kernels", type=Path, metavar="DIR", help="kernels for BASELINE, where --kernels has MODEL's"
