@@ -88,7 +88,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     gptq.add_argument(
         "--sweeps", type=int, default=0, metavar="N", help="move scales and codes on N times, one by one (default: 0)"
     )
-    served = parser.add_argument_group("how it is served", "what the folder names, for `run` and from_pretrained")
+    served = parser.add_argument_group("how it is served", "written into the folder, where every command finds it")
     served.add_argument(
         "--format",
         choices=(OWN, "compressed-tensors"),
