@@ -259,7 +259,10 @@ def _calibration(args: argparse.Namespace, folder: Path, config: LlamaConfig) ->
     text = cut_text(Path(name).name, content, folder, config, args.samples, seqlen)
     count, length = len(text.windows), len(text.windows[0])
     if count < args.samples or length < seqlen:
-        say(f"note: {name} gives {count} x {length} tokens, of {args.samples} x {seqlen} asked for")
+        say(
+            f"note: {name} gives {count} x {length} tokens, of {args.samples} x {seqlen} asked for; "
+            "--calibration names a longer text"
+        )
     return text
 
 
