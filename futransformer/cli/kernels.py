@@ -18,12 +18,13 @@ from futransformer.build.nvcc import nvcc_options
 from futransformer.build.settings import BuildSettings
 from futransformer.cli.table import megabytes
 from futransformer.cli.table import table as text_table
-from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.config import CONFIGS, LlamaConfig, load_config
 from futransformer.generator.plan import kernel_specs
-from futransformer.generator.precision import PRECISION_NAMES
+from futransformer.generator.precision import BF16, PRECISION_NAMES
 from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable
 from futransformer.generator.specs import AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, KernelSpec
+from futransformer.quantize.description import named_precision
 from futransformer.tables import recorded, schedule_table
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a model's name, a Hugging Face folder, or a config.json")
-    parser.add_argument("--precision", default="bf16", help=f"one of: {PRECISION_NAMES} (default: bf16)")
+    parser.add_argument(
+        "--precision", help=f"one of: {PRECISION_NAMES} (default: what a folder of ours names, else bf16)"
+    )
     parser.add_argument(
         "--mixed",
         action="store_true",
@@ -204,6 +207,10 @@ def _plan(
     args: argparse.Namespace, settings: BuildSettings
 ) -> tuple[LlamaConfig, ScheduleTable, tuple[KernelSpec, ...]]:
     config, table = load_config(args.config), schedule_table(settings)
+    if args.precision is None:
+        path = Path(args.config).expanduser()
+        named = None if args.config.lower() in CONFIGS else named_precision(path if path.is_dir() else path.parent)
+        args.precision = named or BF16.name
     return config, table, kernel_specs(config, args.precision, table, mixed=args.mixed)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE
 from futransformer.generator.errors import CheckpointError, ConfigError
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.generator.precision import Precision
@@ -78,6 +77,8 @@ def sha256_of(path: Path) -> str:
 
 def weight_files(folder: Path) -> list[str]:
     """The safetensors that the model consists of; ``load_checkpoint`` has checked them."""
+    from futransformer.checkpoint import INDEX_FILE, SINGLE_FILE  # noqa: PLC0415 - torch, else not needed
+
     if (folder / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     return sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))

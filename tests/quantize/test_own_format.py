@@ -68,6 +68,16 @@ def test_the_command_runs_it_by_that_precision(
         assert json.loads(capsys.readouterr().out)["precision"] == precision
 
 
+def test_its_kernels_are_generated_for_that_precision(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = quantised(tiny_model, tmp_path / "out", "--lm-head", "fp8")
+    capsys.readouterr()
+    for config, precision in ((out, "int4-g64-head8"), (out / "config.json", "int4-g64-head8"), (tiny_model, "bf16")):
+        assert main(["generate", str(config), "--output", str(tmp_path / "sources")]) == 0
+        assert f", {precision}, in " in capsys.readouterr().out
+
+
 def test_a_folder_of_someone_else_is_bf16(tiny_base_model: Path) -> None:
     assert named_precision(tiny_base_model) is None
     logits = loaded(tiny_base_model).prefill(TOKENS)
