@@ -26,7 +26,7 @@ from futransformer.formats import read_format
 from futransformer.formats.codes import DEQUANTISED_INSTEAD, FLOATS, Format, GroupedCodes, Groups, Stored
 from futransformer.generator.config import LlamaConfig, inverse_frequencies
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
-from futransformer.generator.json_reader import read_json
+from futransformer.generator.json_reader import names_a_file, read_json
 from futransformer.quantize.int4 import Int4Weight
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -325,7 +325,7 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
     held: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if shard not in opened:
-            if not shard or Path(shard).name != shard:
+            if not names_a_file(shard):
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}; shards must lie beside the index")
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{folder / shard} is missing; {INDEX_FILE} keeps {name} in it: fetch it again")
