@@ -155,6 +155,10 @@ class KernelLibrary:
         """See Ops.pack_scale."""
         return pack_scale(op, logical).to(self.device, torch.float32)
 
+    def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
+        """See Ops.sumsq_parts."""
+        return self._projections.gemm(phase, op, operand).sumsq_parts(rows)
+
     def gather_rows(
         self,
         phase: Phase,

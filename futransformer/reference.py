@@ -60,6 +60,7 @@ class ReferenceOps:
 
         ``copy`` is the form of the INT4 copy of a cache that has one.
         """
+        self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
         self.copy = copy
@@ -95,6 +96,10 @@ class ReferenceOps:
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale: logical order."""
         return logical.to(self.device, torch.float32)
+
+    def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
+        """See Ops.sumsq_parts: that of ``row_sumsq``."""
+        return 1
 
     def gather_rows(
         self,
@@ -150,7 +155,7 @@ class ReferenceOps:
             store_tokens(kv_copy, slots[written], quantise_kv(keys, form), quantise_kv(values, form), form)
             if phase == "decode":
                 q = rotate(natural_order(q), form.hadamard)
-        return q.to(self.dtype).reshape(x.shape[0], -1)
+        return q.to(self.dtype).reshape(x.shape[0], -1).contiguous()
 
     def attention_prefill(
         self,

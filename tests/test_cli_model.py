@@ -227,7 +227,10 @@ def test_perplexity_prints_what_it_measured(tiny_base_model: Path, tmp_path: Pat
     captured = capsys.readouterr()
     assert f"perplexity       {report['perplexity']:.4f}" in captured.out
     assert "tokens scored    93" in captured.out
+    assert "reading 3 x 32 tokens\n" in captured.err
     assert "3 of 3 windows" in captured.err
+    assert main([str(argument) for argument in (*common, "--through", "decode", "--windows", 1)]) == 0
+    assert "reading 1 x 32 tokens, token by token\n" in capsys.readouterr().err
 
 
 def test_perplexity_through_decode_is_that_through_prefill(

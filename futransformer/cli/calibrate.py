@@ -90,7 +90,10 @@ def _calibrate(args: argparse.Namespace) -> int:
     window = len(windows[0])
     check_window(folder, window)
     if len(windows) < args.samples or window < args.context:
-        say(f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for")
+        say(
+            f"note: {text_name} gives {len(windows)} x {window} tokens, of {args.samples} x {args.context} asked for; "
+            "--text names a longer one"
+        )
 
     def load_with(recipe: Fp8Recipe, cache_tokens: int, max_rows: int) -> Llama:
         return load(args, folder, cache_tokens, recipe, max_rows)

@@ -65,7 +65,8 @@ def _demo(args: argparse.Namespace) -> int:
     if shutil.which("futransformer") is None and activate.is_file():
         _say(f"\nThe commands below are found after: source {activate}")
     _say(
-        f"\nNext: futransformer run {SMALL_MODEL} --prompt ..., futransformer build llama-3.1-8b, futransformer doctor"
+        f"\nNext: futransformer chat {SMALL_MODEL}, futransformer serve {SMALL_MODEL}, futransformer doctor; "
+        "docs/quickstart.md"
     )
     return 0
 

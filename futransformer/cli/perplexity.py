@@ -53,7 +53,8 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--compare",
         metavar="BASELINE",
         help="score another model too, and tell the KL divergence from it and how often the likeliest token is the "
-        "same: a precision of the same MODEL, such as bf16, or a model's folder, in bf16",
+        "same: a precision of the same MODEL, such as bf16, or a model's folder, in bf16. Of a quantised MODEL name "
+        "the folder that it was made from: its own bf16 is its codes, dequantised",
     )
     perplexity.add_argument(
         "--compare-kernels", type=Path, metavar="DIR", help="kernels for BASELINE, where --kernels has MODEL's"
@@ -119,12 +120,16 @@ def _perplexity(args: argparse.Namespace) -> int:
         "through": through,
         "progress": show,
     }
+    baseline = None
+    if args.compare is not None:
+        baseline = _load_baseline(args, baseline_folder, baseline_precision, cache_tokens)
+    one_by_one = ", token by token" if through == "decode" else ""  # minutes a window on a CPU, before the first report
+    say(f"reading {len(windows)} x {len(windows[0])} tokens{one_by_one}")
     start = time.perf_counter()
     figures: dict[str, Any] = {}
-    if args.compare is None:
+    if baseline is None:
         result = score(model, tokens, **options)
     else:
-        baseline = _load_baseline(args, baseline_folder, baseline_precision, cache_tokens)
         compared = compare(model, baseline, tokens, **options)
         result = compared.result
         figures = {"compared_with": f"{baseline.config.name} in {baseline_precision}", **compared.figures()}

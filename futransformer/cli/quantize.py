@@ -88,7 +88,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     gptq.add_argument(
         "--sweeps", type=int, default=0, metavar="N", help="move scales and codes on N times, one by one (default: 0)"
     )
-    served = parser.add_argument_group("how it is served", "what the folder names, for `run` and from_pretrained")
+    served = parser.add_argument_group("how it is served", "written into the folder, where every command finds it")
     served.add_argument(
         "--format",
         choices=(OWN, "compressed-tensors"),
@@ -259,7 +259,10 @@ def _calibration(args: argparse.Namespace, folder: Path, config: LlamaConfig) ->
     text = cut_text(Path(name).name, content, folder, config, args.samples, seqlen)
     count, length = len(text.windows), len(text.windows[0])
     if count < args.samples or length < seqlen:
-        say(f"note: {name} gives {count} x {length} tokens, of {args.samples} x {seqlen} asked for")
+        say(
+            f"note: {name} gives {count} x {length} tokens, of {args.samples} x {seqlen} asked for; "
+            "--calibration names a longer text"
+        )
     return text
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from futransformer.generator.config import LlamaConfig
 from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 from futransformer.sampling import SamplingRows
@@ -86,6 +87,7 @@ class Ops(Protocol):
     lies in the next weight.
     """
 
+    config: LlamaConfig
     device: torch.device
     capturable: bool  # whether operations may be captured in a CUDA graph
 
@@ -108,6 +110,10 @@ class Ops(Protocol):
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """Turn the scales of an FP8 weight, [1] or [N] for its logical rows, into what this backend's GEMM reads."""
+        ...
+
+    def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
+        """Columns of the sumsq that o or down gives for this many rows of this type."""
         ...
 
     def gather_rows(
