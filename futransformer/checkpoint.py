@@ -36,6 +36,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 OLD_ROPE = "rotary_emb.inv_freq"  # RoPE frequencies in old Llama checkpoints, which follow from the config
 LFS_POINTER = b"version https://git-lfs"
+MOST_WORDS = 300  # characters of safetensors' own message, which repeats whatever a header holds
 LONGEST_HEADER = 100_000_000  # bytes: what safetensors reads
 
 
@@ -354,7 +355,9 @@ def open_safetensors(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {_damage(path) or error}; fetch it again") from error
+        raise CheckpointError(
+            f"{path} is damaged: {_damage(path) or str(error)[:MOST_WORDS]}; fetch it again"
+        ) from error
 
 
 def _damage(path: Path) -> str | None:
