@@ -380,6 +380,6 @@ def test_folders_without_weights(tmp_path: Path) -> None:
 def test_a_type_of_thousands_of_characters_makes_a_short_message(tmp_path: Path) -> None:
     header = json.dumps({"x": {"dtype": "B" * 5000, "shape": [0], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match="is damaged: .*; fetch it again") as refusal:
+    with pytest.raises(CheckpointError, match=r"is damaged: .*; fetch it again") as refusal:
         load_checkpoint(tmp_path, TINY)
     assert len(str(refusal.value)) < 1000
