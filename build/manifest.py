@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..generator.errors import ArtifactError, ConfigError
+from ..generator.json_reader import names_a_file, parse_json
 from ..generator.schedules import ScheduleTable, table_from_json
 from ..generator.specs import ABI_VERSION, Param
 from .ptxas import Resources
@@ -143,7 +144,10 @@ class _Reader:
     def __call__(self, key: str, kind: type[T]) -> T:
         value = self.data.get(key)
         if kind is float and isinstance(value, int):
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:  # an int beyond float64
+                value = None
         if not isinstance(value, kind) or isinstance(value, bool):
             raise self.error(f"has no {kind.__name__} called {key!r}")
         return value
@@ -160,7 +164,7 @@ class _Reader:
 
     def file_name(self, key: str) -> str:
         name = self(key, str)
-        if Path(name).name != name:
+        if not names_a_file(name):
             raise self.error(f"{key!r} must be a file beside the manifest, not {name!r}")
         return name
 
@@ -175,10 +179,10 @@ class _Reader:
 
 def _read(path: Path) -> _Reader:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror}); {_REBUILD}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: is not JSON ({error}); {_REBUILD}") from None
     take = _Reader(data, path)
     if take("schema", int) != SCHEMA:

@@ -26,7 +26,7 @@ from futransformer.formats import read_format
 from futransformer.formats.codes import DEQUANTISED_INSTEAD, FLOATS, Format, GroupedCodes, Groups, Stored
 from futransformer.generator.config import LlamaConfig, inverse_frequencies
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
-from futransformer.generator.json_reader import read_json
+from futransformer.generator.json_reader import names_a_file, read_json
 from futransformer.quantize.int4 import Int4Weight
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,6 +36,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 OLD_ROPE = "rotary_emb.inv_freq"  # RoPE frequencies in old Llama checkpoints, which follow from the config
 LFS_POINTER = b"version https://git-lfs"
+MOST_WORDS = 300  # characters of safetensors' own message, which repeats whatever a header holds
 LONGEST_HEADER = 100_000_000  # bytes: what safetensors reads
 
 
@@ -325,7 +326,7 @@ def _locate_shards(folder: Path) -> dict[str, Any]:
     held: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if shard not in opened:
-            if not shard or Path(shard).name != shard:
+            if not names_a_file(shard):
                 raise CheckpointError(f"{index}: {name} lies in {shard!r}; shards must lie beside the index")
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{folder / shard} is missing; {INDEX_FILE} keeps {name} in it: fetch it again")
@@ -354,7 +355,9 @@ def open_safetensors(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {_damage(path) or error}; fetch it again") from error
+        raise CheckpointError(
+            f"{path} is damaged: {_damage(path) or str(error)[:MOST_WORDS]}; fetch it again"
+        ) from error
 
 
 def _damage(path: Path) -> str | None:

@@ -9,7 +9,6 @@ file, the key and what is supported. Every refusal is a ConfigError.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .json_reader import JsonReader, read_json
+from .json_reader import JsonReader, read_json, shown
 from .specs.base import Heads
 
 HEAD_DIMS = (64, 128)
@@ -33,6 +32,7 @@ COUNTS = (
     "max_position_embeddings",
 )
 FEATURE_MULTIPLE = 64  # of hidden_size and intermediate_size: one K step of the prefill GEMMs
+MAX_LAYERS = 4096  # thirty times the deepest Llama; whatever lists a model's tensors stays a short list
 MAX_COUNT = 2**29  # kernels count in 32 bits, and a projection may have twice as many rows (gate and up)
 
 
@@ -86,6 +86,11 @@ class LlamaConfig:
             count: int = getattr(self, key)
             _require(count > 0, self.name, f"{key} must be positive, not {count}")
             _require(count <= MAX_COUNT, self.name, f"{key} must not exceed {MAX_COUNT}, and is {count}")
+        _require(
+            self.num_hidden_layers <= MAX_LAYERS,
+            self.name,
+            f"num_hidden_layers must not exceed {MAX_LAYERS}, and is {self.num_hidden_layers}",
+        )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         _require(
             heads % kv_heads == 0,
@@ -256,14 +261,15 @@ def _refuse_other_models(reader: JsonReader) -> None:
     if architectures not in (["LlamaForCausalLM"], ["MistralForCausalLM"]):
         raise reader.error(
             "architectures",
-            f"{json.dumps(architectures)} is not supported; supported: LlamaForCausalLM, MistralForCausalLM",
+            f"{shown(architectures)} is not supported; supported: LlamaForCausalLM, MistralForCausalLM",
         )
     for key, (plain, feature) in PLAIN_VALUES.items():
         if reader.has(key) and reader.content[key] not in plain:
-            raise reader.error(key, f"is {json.dumps(reader.content[key])}: {feature} is not supported")
+            raise reader.error(key, f"is {shown(reader.content[key])}: {feature} is not supported")
     # In a Mistral config an absent key means 4096 (transformers' default), and null means no window.
     if reader.has("sliding_window") or (model_type == "mistral" and "sliding_window" not in reader.content):
-        window = reader.content.get("sliding_window", "missing, which means 4096 for model_type mistral")
+        missing = "missing, which means 4096 for model_type mistral"
+        window = shown(reader.content["sliding_window"]) if "sliding_window" in reader.content else missing
         raise reader.error("sliding_window", f"is {window}: sliding-window attention is not supported, only null is")
     kinds = reader.content.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):

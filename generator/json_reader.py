@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 
+MOST_DIGITS = 1000  # of an integer, for a message names what it refuses; float64 ends at 309
+MOST_NAME = 255  # bytes: Linux takes no longer name of a file
+MOST_SHOWN = 80  # characters of a value in a message
+
+
+def parse_json(text: str) -> Any:
+    """Return what the text holds; ValueError or RecursionError where it is no JSON, or holds an absurd number."""
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: JSON, of which a long one is cut off."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "what is nested too deep to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def names_a_file(name: str) -> bool:
+    """Whether a file beside the one that names it can have this name."""
+    try:
+        return Path(name).name == name not in {"", ".."} and "\0" not in name and len(os.fsencode(name)) <= MOST_NAME
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that the file holds."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -22,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits and endless nesting among them
         raise ConfigError(f"{path} is not valid JSON ({error}); if it was cut short, fetch it again") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {json.dumps(content)[:40]}")
+        raise ConfigError(f"{path} must hold a JSON object, not {shown(content)}")
     return content
 
 
@@ -92,4 +125,4 @@ class JsonReader:
         return tuple(listed)
 
     def _found(self, key: str) -> str:
-        return f"not {json.dumps(self.content[key])}" if key in self.content else "but is missing"
+        return f"not {shown(self.content[key])}" if key in self.content else "but is missing"

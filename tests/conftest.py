@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", type=Path, help="a folder of exports (one a model name) to load kernels from")
     parser.addoption("--text", type=Path, help="a text for perplexity tests; the project's own small text otherwise")
     parser.addoption("--soak-seconds", type=float, default=0, help="how long the engine's random traffic goes on")
+    parser.addoption("--fuzz-examples", type=int, default=0, help="inputs a property of tests/fuzz, drawn anew")
     parser.addoption("--model", type=Path, help="the small model's folder; prepared when missing")
 
 

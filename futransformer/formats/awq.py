@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from futransformer.formats.codes import FLOATS, WORD, GroupedCodes, Groups, Stored, Tensors, nibbles
+from futransformer.formats.codes import FLOATS, WORD, GroupedCodes, Groups, Stored, Tensors, check_rows, nibbles
 from futransformer.formats.gptq import group_size
 from futransformer.generator.json_reader import JsonReader
 
@@ -48,6 +48,7 @@ class Awq:
         if f"{module}.weight" in stored:
             return None
         n, k = shape
+        check_rows(module, n)
         count = self.groups.count(k)
         return {
             f"{module}.qweight": Stored(((k, n // WORD),), ("I32",)),

@@ -128,7 +128,7 @@ class GroupedCodes:
     def dequantise(self) -> Tensor:
         """W in float32: exactly, unless scales are float32 of more than 19 bits."""
         k = self.codes.shape[1]
-        row_group = k if self.group_size == CHANNEL else self.group_size
+        row_group = k if self.group_size == CHANNEL else min(self.group_size, k)
         group_of = torch.arange(k) // row_group if self.group_of is None else self.group_of
         zeros = MIDDLE if self.zeros is None else self.zeros.float()[:, group_of]
         return (self.codes.float() - zeros).mul_(self.scales.float()[:, group_of])
@@ -165,7 +165,7 @@ class ScaledCodes:
         scales = self.scales.float()
         if self.block is None:
             return self.codes.float() * scales.view(-1, 1)
-        rows, columns = self.block
+        rows, columns = min(self.block[0], n), min(self.block[1], k)
         return self.codes.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
@@ -181,6 +181,15 @@ def words(codes: Tensor) -> Tensor:
     return halves.flatten().view(torch.int32).view(*codes.shape[:-1], -1)
 
 
+def check_rows(module: str, n: int) -> None:
+    """Refuse rows whose zero points fill no whole words along N, as GPTQ and AWQ store them."""
+    if n % WORD:
+        raise UnsupportedError(
+            f"{module} has {n} rows, and its zero points stand {WORD} in a word: multiples of {WORD} are supported; "
+            "quantise the model again and leave this layer as it is"
+        )
+
+
 def groups_of_columns(name: str, g_idx: Tensor, groups: Groups) -> Tensor | None:
     """The group of each column, int64 [K]; None where they are runs of the group's size, as without act-order."""
     k = len(g_idx)
@@ -190,7 +199,7 @@ def groups_of_columns(name: str, g_idx: Tensor, groups: Groups) -> Tensor | None
             f"{name} names groups {int(group_of.min())} to {int(group_of.max())}, and there are {groups.count(k)}; "
             "fetch the checkpoint again"
         )
-    row_group = k if groups.group_size == CHANNEL else groups.group_size
+    row_group = k if groups.group_size == CHANNEL else min(groups.group_size, k)
     return None if torch.equal(group_of, torch.arange(k) // row_group) else group_of
 
 

@@ -38,7 +38,7 @@ from futransformer.formats.codes import (
 )
 from futransformer.formats.fp8 import SPARE, block_size
 from futransformer.generator.errors import CheckpointError
-from futransformer.generator.json_reader import JsonReader
+from futransformer.generator.json_reader import JsonReader, shown
 from futransformer.generator.precision import CHANNEL
 from futransformer.quantize.int4 import Int4Weight
 
@@ -176,11 +176,12 @@ def _scheme(group: JsonReader) -> Scheme:
     targets = group.content.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise group.error("targets", "must be a list of names")
-    try:
-        for target in targets:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-    except re.error as error:
-        raise group.error("targets", f"holds {error.pattern!r} after re:, which is no pattern: {error}") from error
+    for target in targets:
+        pattern = target.removeprefix("re:") if target.startswith("re:") else ""
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:  # counts and nesting that re gives up on, too
+            raise group.error("targets", f"holds {shown(pattern)} after re:, which is no pattern: {error}") from error
     kind, bits = weights.text("type"), weights.integer("num_bits")
     implied = "group" if weights.has("group_size") else "tensor"
     strategy = weights.text("strategy") if weights.has("strategy") else implied

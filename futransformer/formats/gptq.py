@@ -26,6 +26,7 @@ from futransformer.formats.codes import (
     Groups,
     Stored,
     Tensors,
+    check_rows,
     groups_of_columns,
     nibbles,
 )
@@ -66,6 +67,7 @@ class Gptq:
         if f"{module}.weight" in stored:
             return None
         n, k = shape
+        check_rows(module, n)
         count = self.groups.count(k)
         wanted = {
             f"{module}.qweight": Stored(((k // WORD, n),), ("I32",)),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from futransformer.generator.errors import CheckpointError, ConfigError
-from futransformer.generator.json_reader import JsonReader, read_json
+from futransformer.generator.json_reader import JsonReader, names_a_file, read_json, shown
 from futransformer.generator.precision import Precision
 
 FORMAT = 3  # 2 had no shards of FP8 weights; 1 neither FP8 weights nor BF16 parts
@@ -52,7 +51,7 @@ def check_sums(folder: Path) -> None:
                 f"{folder / name} is no file that {DESCRIPTION_FILE} names, so it may be of another model; remove it "
                 "if it does not belong there, or quantise again"
             )
-    for name, digest in _texts(sums):
+    for name, digest in signed_files(sums).items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, which {DESCRIPTION_FILE} names; fetch it again")
         if sha256_of(folder / name) != digest:
@@ -62,8 +61,12 @@ def check_sums(folder: Path) -> None:
             )
 
 
-def _texts(section: JsonReader) -> Iterator[tuple[str, str]]:
-    return ((name, section.text(name)) for name in section.content)
+def signed_files(sums: JsonReader) -> dict[str, str]:
+    """The sha256 of each file; ConfigError where a name is none of a file in this folder."""
+    for name in sums.content:
+        if not names_a_file(name):
+            raise sums.error(shown(name), "is no name of a file in this folder; fetch the file again")
+    return {name: sums.text(name) for name in sums.content}
 
 
 def sha256_of(path: Path) -> str:

@@ -36,7 +36,7 @@ from futransformer.formats import read_format
 from futransformer.fp8_scaling import ActivationScales
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import CheckpointError, ConfigError, InputError
-from futransformer.generator.json_reader import JsonReader, read_json
+from futransformer.generator.json_reader import JsonReader, names_a_file, read_json
 from futransformer.generator.precision import Precision
 from futransformer.layer_parts import format_parts, parse_parts
 from futransformer.quantize.description import (
@@ -46,6 +46,7 @@ from futransformer.quantize.description import (
     READ_FORMATS,
     precision_section,
     sha256_of,
+    signed_files,
     weight_files,
 )
 from futransformer.quantize.recipe import Fp8Recipe
@@ -144,7 +145,7 @@ def read_recipe(folder: Path, config: LlamaConfig) -> Fp8Recipe:
             raise CheckpointError(f"{folder} has no FP8 scales, it holds INT4 weights alone; {first}")
         version = description.integer("format")
         sums = description.section("sha256")
-        beside = (name for name in sums.content if any(fnmatch(name, pattern) for pattern in CHECKED))
+        beside = (name for name in signed_files(sums) if any(fnmatch(name, pattern) for pattern in CHECKED))
         stored = _weights_files(description)
         wanted = {name: sums.text(name) for name in dict.fromkeys((SCALES_FILE, *stored, "config.json", *beside))}
         parts = description.text("bf16_layers") if version > 1 else ""
@@ -184,7 +185,7 @@ def _weights_files(description: JsonReader) -> list[str]:
         return []
     section = description.section("fp8_weights")
     names = section.content.get("files", [section.content.get("file")])
-    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and names_a_file(name) for name in names):
         raise section.error("files", "must be a list of names of files in this folder")
     return names
 

@@ -7,7 +7,7 @@ field left out. Ranges are checked by ``SamplingParams``.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,6 +48,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 MOST_STOPS = 64  # strings, each of which is looked for at every token; OpenAI takes 4
 MOST_TOP_LOGPROBS = 20  # OpenAI's limit of chat; completions have 5 there, and 20 here
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]  # what is refused is named in the message
 
 
 class StreamOptions(BaseModel):
@@ -66,17 +67,17 @@ class Request(BaseModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    n: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -99,8 +100,8 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """A text, or texts, to continue; as text or as token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: int | None = None
+    prompt: str | list[str] | list[Integer] | list[list[Integer]]
+    best_of: Integer | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
 
     def check_served(self) -> None:
@@ -155,7 +156,7 @@ class ChatRequest(Request):
     """A conversation to answer."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
 

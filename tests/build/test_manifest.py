@@ -66,6 +66,18 @@ def escape(data: dict[str, Any]) -> None:
     data["kernel"]["cubin"] = "../other/kernel.cubin"
 
 
+def null_in_name(data: dict[str, Any]) -> None:
+    data["kernel"]["cubin"] = "a\0b"
+
+
+def endless_compilation(data: dict[str, Any]) -> None:
+    data["kernel"]["compile_seconds"] = 10**400
+
+
+def long_name(data: dict[str, Any]) -> None:
+    data["kernel"]["cubin"] = "x" * 256
+
+
 def no_registers(data: dict[str, Any]) -> None:
     del data["kernel"]["resources"]["registers"]
 
@@ -78,6 +90,9 @@ def no_registers(data: dict[str, Any]) -> None:
         (drop_threads, "has no int called 'threads'"),
         (text_for_number, "has no int called 'shared_bytes'"),
         (flat_cluster, "'cluster' must be three integers"),
+        (endless_compilation, "has no float called 'compile_seconds'"),
+        (null_in_name, "must be a file beside the manifest"),
+        (long_name, "must be a file beside the manifest"),
         (escape, "must be a file beside the manifest"),
         (no_registers, "has no int called 'registers'"),
     ],
@@ -98,9 +113,10 @@ def test_a_manifest_of_another_kind_is_refused(
 def test_a_missing_or_garbled_manifest_is_refused(record: KernelRecord, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot be read"):
         read_kernel_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_text("[1, 2")
-    with pytest.raises(ArtifactError, match="is not JSON"):
-        read_kernel_manifest(tmp_path)
+    for text in ("[1, 2", "[" * 100_000, '{"schema": ' + "1" * 1001 + "}"):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ArtifactError, match="is not JSON"):
+            read_kernel_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text("[1, 2]")
     with pytest.raises(ArtifactError, match="holds list where an object belongs"):
         read_kernel_manifest(tmp_path)

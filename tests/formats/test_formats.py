@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from futransformer.checkpoint import Checkpoint, fold_gain, load_checkpoint, pair_order, projections_of
-from futransformer.formats import read_format
-from futransformer.formats.codes import nibbles, words
+from futransformer.formats import METHODS, read_format
+from futransformer.formats.codes import GroupedCodes, Groups, ScaledCodes, groups_of_columns, nibbles, words
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import CheckpointError, ConfigError, UnsupportedError
+from futransformer.generator.json_reader import JsonReader
 from futransformer.quantize.fp8 import quantize_weight
 from tests.formats.writers import KINDS, Drawn, Kind, draw, edit, packed_section, quantise, set_config, with_section
 
@@ -253,7 +254,9 @@ def nested(key: str, to: Any, **section: Any) -> Callable[[Kind], Kind]:
         ("packed", nested("num_bits", 8), "weights.num_bits and type are 8, 'int'"),
         ("packed", nested("strategy", "tensor_group"), "strategy is 'tensor_group'"),
         ("packed", nested("actorder", "sideways"), "actorder is 'sideways'"),
-        ("packed", nested("targets", ["re:["]), "group_0.targets holds '[' after re:, which is no pattern"),
+        ("packed", nested("targets", ["re:["]), 'group_0.targets holds "[" after re:, which is no pattern'),
+        ("packed", nested("targets", ["re:a{99999999999999999999}"]), "which is no pattern: the repetition number"),
+        ("packed", nested("targets", ["re:" + "(" * 5000 + ")" * 5000]), "which is no pattern: maximum"),
         ("packed", nested("input_activations", {"num_bits": 8}), "input_activations are not supported"),
     ],
 )
@@ -265,6 +268,38 @@ def test_what_is_not_read_is_refused_by_name(
         opened(folder)
     assert words in str(refusal.value)
     assert str(folder / "config.json") in str(refusal.value)
+
+
+@pytest.mark.parametrize("size", [256, 2**62, 10**30])
+def test_groups_and_blocks_beyond_a_weight_are_one_group_and_one_block(size: int) -> None:
+    """And take no more memory than the weight: a scale is repeated as often as there are rows."""
+    codes = torch.arange(16, dtype=torch.uint8).view(2, 8)
+    scales = torch.tensor([[0.5], [2.0]])
+    assert torch.equal(GroupedCodes("x", codes, scales, None, size).dequantise(), (codes.float() - 8) * scales)
+    assert groups_of_columns("x", torch.zeros(8), Groups(size, zero_points=False)) is None
+    e4m3 = codes.float().to(torch.float8_e4m3fn)
+    assert torch.equal(ScaledCodes(e4m3, scales[1:], (size, size)).dequantise(), codes.float() * 2)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_rows_that_fill_no_whole_words_of_zero_points_are_refused(method: str) -> None:
+    section = {"bits": 4, "group_size": 32, "sym": False, "version": "gemm", "zero_point": True}
+    parse = METHODS[method](JsonReader(Path("config.json"), section))
+    with pytest.raises(UnsupportedError, match=r"lm_head has 20 rows, .* multiples of 8"):
+        parse.tensors("lm_head", (20, 64), NoTensors())
+
+
+class NoTensors:
+    """A checkpoint of nothing."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def type_of(self, name: str) -> str:
+        raise KeyError(name)
+
+    def read(self, name: str) -> Tensor:
+        raise KeyError(name)
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], None]:

@@ -350,6 +350,20 @@ def test_json_that_python_will_not_read(tmp_path: Path, text: str) -> None:
         load_config(write(tmp_path, text))
 
 
+def test_absurd_integers_and_long_values_make_short_messages(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an integer of 1001 digits"):
+        load_config(write(tmp_path, json.dumps({**LLAMA31, "vocab_size": 10**1000})))
+    for key in ("rms_norm_eps", "architectures", "sliding_window", "hidden_act"):
+        with pytest.raises(ConfigError, match=key) as refusal:
+            load_config(write(tmp_path, json.dumps({**LLAMA31, key: ["x" * 10_000]})))
+        assert len(str(refusal.value)) < 1000
+
+
+def test_more_layers_than_any_model_has_are_refused_before_their_tensors_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers must not exceed 4096, and is 4097"):
+        load_config(write(tmp_path, json.dumps({**LLAMA31, "num_hidden_layers": 4097})))
+
+
 def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Permission bits would not do: they do not bind root."""
 

@@ -375,3 +375,11 @@ def test_other_formats_are_never_opened(tmp_path: Path, name: str) -> None:
 def test_folders_without_weights(tmp_path: Path) -> None:
     refused(tmp_path, f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json")
     refused(tmp_path / "nowhere", "nowhere is not a folder")
+
+
+def test_a_type_of_thousands_of_characters_makes_a_short_message(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "B" * 5000, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"is damaged: .*; fetch it again") as refusal:
+        load_checkpoint(tmp_path, TINY)
+    assert len(str(refusal.value)) < 1000

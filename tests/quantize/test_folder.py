@@ -354,6 +354,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: replace_weights(f, {"layers.2.o.codes": CODES}),
         "holds layers.2.o.codes, which is none of the model's",
     ),
+    "a long name": (lambda f: rewrite(f, lambda c: c["sha256"].update({"x" * 256 + ".json": ""})), "no name of a file"),
+    "a file elsewhere": (lambda f: rewrite(f, lambda c: c["sha256"].update({"../a.json": ""})), "no name of a file"),
     "no sha256": (lambda f: rewrite(f, lambda c: c.update(sha256={})), "fp8_scales.safetensors must be a string"),
     "no scales": (lambda f: (f / "fp8_scales.safetensors").unlink(), "fp8_scales.safetensors is missing"),
     "other scales": (lambda f: save_file({"scale": SCALES.amax}, f / "fp8_scales.safetensors"), "sha256 differs"),
