@@ -187,6 +187,7 @@ def test_another_text_is_another_job(
         (None, (), "--calibration {text}: there is no such file"),
         (b"\xff\xfe\xfd", (), "--calibration {text} is not UTF-8 text"),
         ("some words", ("--samples", 0), "a calibration takes at least 1 window, not 0"),
+        ("some words", ("--seqlen", 0), "a window must be at least 2 tokens, not 0"),
         ("some words", ("--seqlen", 1), "a window must be at least 2 tokens, not 1"),
         ("some words", ("--seqlen", 513), "--seqlen: tiny-base is made for at most 512 tokens"),
         ("some words", ("--sweeps", -1), "--sweeps must not be negative"),
@@ -205,6 +206,22 @@ def test_what_cannot_be_calibrated_for(
         path.write_bytes(written if isinstance(written, bytes) else written.encode())
     message = refusal(capsys, *arguments(tiny_base_model, tmp_path / "out", path, *options))
     assert words.format(text=path) in message
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--act-order", "--sweeps", 2), "--act-order and --sweeps would change nothing: add --method gptq"),
+        (("--act-order", "--fp8-prefill"), "--act-order would change nothing: add --method gptq"),
+        (("--calibration", "absent.txt"), "--calibration would change nothing: add --method gptq or --fp8-prefill"),
+        (("--seqlen", 64), "--seqlen would change nothing: add --method gptq or --fp8-prefill"),
+    ],
+)
+def test_options_that_rounding_to_nearest_does_not_use_are_refused(
+    tiny_base_model: Path, tmp_path: Path, capsys: Output, options: tuple[object, ...], words: str
+) -> None:
+    assert words in refusal(capsys, "quantize", tiny_base_model, "-o", tmp_path / "out", *options)
     assert not list(tmp_path.glob("*out*"))
 
 

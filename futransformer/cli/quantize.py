@@ -130,8 +130,7 @@ def _quantize(args: argparse.Namespace) -> int:
     from futransformer.quantize.stream import CalibrationStream  # noqa: PLC0415
     from futransformer.quantize.write import WHAT, Own, write_quantised  # noqa: PLC0415
 
-    if args.sweeps < 0:
-        raise InputError(f"--sweeps must not be negative, as {args.sweeps} is")
+    _check_used(args)
     groups = Groups(SIZES[args.group_size], args.asymmetric)
     method = Int4Method(groups, args.scale_search, args.act_order, args.sweeps)
     precision = _precision(args, f"int4{groups.suffix}")
@@ -185,6 +184,21 @@ def _quantize(args: argparse.Namespace) -> int:
     else:
         _report(args, f"{groups}; precision {precision.name} serves it", errors)
     return 0
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse options that would change nothing: a folder must not be taken for what was asked for in vain."""
+    if args.sweeps < 0:
+        raise InputError(f"--sweeps must not be negative, as {args.sweeps} is")
+    of_gptq = {"--act-order": args.act_order, "--sweeps": args.sweeps}
+    of_text = {"--calibration": args.calibration is not None, "--seqlen": args.seqlen is not None}
+    for options, used, remedy in (
+        (of_gptq, args.method == "gptq", "--method gptq"),
+        (of_text, args.method == "gptq" or args.fp8_prefill, "--method gptq or --fp8-prefill"),
+    ):
+        vain = [name for name, given in options.items() if given and not used]
+        if vain:
+            raise InputError(f"{' and '.join(vain)} would change nothing: add {remedy}, or leave them out")
 
 
 def _value_rotation(args: argparse.Namespace, config: LlamaConfig) -> int:
@@ -249,7 +263,8 @@ def _device(name: str | None) -> torch.device:
 def _calibration(args: argparse.Namespace, folder: Path, config: LlamaConfig) -> CalibrationText:
     from futransformer.quantize.calibration_text import RANDOM, cut_text, draw_tokens  # noqa: PLC0415
 
-    seqlen = args.seqlen or min(DEFAULT_SEQLEN, config.max_position_embeddings)
+    longest = min(DEFAULT_SEQLEN, config.max_position_embeddings)
+    seqlen = longest if args.seqlen is None else args.seqlen
     if args.calibration == RANDOM:
         return draw_tokens(config, args.samples, seqlen)
     if args.calibration == WIKITEXT2:

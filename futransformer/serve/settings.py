@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +38,8 @@ class ServeSettings:
             ("--max-tokens-limit", self.max_tokens_limit, 1),
             ("--grace-seconds", self.grace_seconds, 0),
         ):
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, not {value}")
+            if value is not None and not least <= value < math.inf:  # nor NaN
+                raise InputError(f"{name} must be at least {least}, and finite, not {value}")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
             raise InputError("the API key must be of ASCII characters and not be empty: it travels in a header")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -60,9 +61,12 @@ def test_the_key_is_not_shown() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"api_key": ""}, {"api_key": "schlüssel"}, {"names": ()}, {"names": ("",)}, {"max_queue": -1}],
+    [
+        *({"api_key": ""}, {"api_key": "schlüssel"}, {"names": ()}, {"names": ("",)}, {"max_queue": -1}),
+        *({"grace_seconds": math.nan}, {"grace_seconds": math.inf}),
+    ],
 )
-def test_settings_that_let_nobody_in_are_refused(wrong: dict[str, Any]) -> None:
+def test_settings_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         ServeSettings(**{"names": ("tiny",), **wrong})
 
