@@ -164,6 +164,8 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several."""
     if isinstance(prompts, str):
         return [prompts]
+    if not hasattr(prompts, "__iter__") or isinstance(prompts, bytes | bytearray | Mapping):
+        raise InputError(f"prompts are a text, token ids, or a list of them, not a {type(prompts).__name__}")
     each: list[Any] = list(prompts)
     if not each:
         raise InputError("the batch is empty: give at least one prompt")

@@ -229,6 +229,9 @@ def test_a_base_model_does_not_chat(tiny_base_model: Path) -> None:
     ("prompts", "params", "message"),
     [
         ([], None, "batch is empty"),
+        (None, None, "prompts are a text, token ids, or a list of them, not a NoneType"),
+        (b"abc", None, "not a bytes"),
+        ({"a": 1}, None, "not a dict"),
         (["a", ""], None, "prompt 1: the prompt is empty"),
         (["a", "b" * 512], None, "prompt 1: the prompt has 512 tokens"),
         (["a", "b"], [SamplingParams()], "1 sampling parameters for 2 prompts"),
