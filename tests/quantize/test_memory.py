@@ -93,8 +93,10 @@ def peak_of(model: Path, method: str) -> int:
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_no_layer_adds_to_it(tmp_path: Path, method: str) -> None:
-    """Twelve layers more, and less than two of them: what the allocator does not give back at once."""
+    """Twelve layers more, and less than four of them: what the allocator does not give back, up to a fifth of each. Kept in
+    BF16 they would take six, in float32 twelve.
+    """
     few, many = (peak_of(write_model(tmp_path / str(layers), layers), method) for layers in (FEW, MANY))
     layer = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)  # in float32
     assert few > layer, "what is measured must be there"
-    assert many - few < 2 * layer
+    assert many - few < 4 * layer
