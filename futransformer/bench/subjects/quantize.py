@@ -63,7 +63,8 @@ def measure(name: str, method: str, bench: Bench) -> Sequence[Row]:
 
 def timed_quantise(model: Path, method: Sequence[str]) -> tuple[float, int, dict[str, Any]]:
     """Run the command as a user does: its seconds, the bytes of its anonymous memory at their peak, and its report."""
-    command = ["quantize", str(model), "-o", f"{model}-int4", *method, *CALIBRATION, "--json"]
+    text = CALIBRATION if "gptq" in method else ()
+    command = ["quantize", str(model), "-o", f"{model}-int4", *method, *text, "--json"]
     start = time.perf_counter()
     run = subprocess.Popen(
         [sys.executable, "-m", "futransformer", *command],
