@@ -190,7 +190,10 @@ def run_case(case: Case, bench: Bench, harness: Harness, outcome: Outcome, left:
             notes.append(f"{case.name}: {name} left out: {error}")
             continue
         except Exception as error:  # a rival may fail in any way; ours is measured all the same
-            notes.append(f"{case.name}: {name} left out: {type(error).__name__}: {_first_line(error)}")
+            reason = _first_line(error)
+            if bench.kernels is not None:  # a result tells of exports by their names, wherever they lay
+                reason = reason.replace(f"{bench.kernels}/", "")
+            notes.append(f"{case.name}: {name} left out: {type(error).__name__}: {reason}")
             continue
         if judged is not None and not judged.passed:
             notes.append(f"{case.name}: {name} left out: it computes something else (error {judged.error:.2e})")
