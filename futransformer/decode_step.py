@@ -87,9 +87,8 @@ class DecodeStep:
         if settings is None:
             return
         assert seen is not None
-        asked = SamplingRows.of(
-            settings, self.lengths, seen
-        )  # once a step has begun, lengths are the new tokens' places
+        # once a step has begun, lengths are the new tokens' places
+        asked = SamplingRows.of(settings, self.lengths, seen)
         if self._sampling is None:
             self._sampling = replace(asked, seen=seen.to(device, copy=True))
         else:

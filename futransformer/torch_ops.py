@@ -3,7 +3,7 @@
 ``traceable(ops)`` is the same protocol (futransformer.ops.interface.Ops) over ``torch.ops.futransformer``. An operator
 finds its kernels, or the reference, by a name that is its first argument: a graph holds names, not objects. Each has a
 schema that says what it writes (pages, the copy, the residual stream, maxima and counts of FP8) and a fake that gives
-shapes, types and strides without computing.
+shapes, types and strides without computing. A fake names the arguments that these depend on; the others come in order.
 
 An operator's results alias neither its arguments nor each other. Where ``Stream`` holds one tensor twice (x is the
 residual stream in a BF16 prefill), the operator returns no rows in the second one's place. An FP8 result of one tensor
@@ -61,10 +61,10 @@ def _stored(ops: Ops) -> torch.dtype:
     return ops.dtype if isinstance(ops, ReferenceOps) else torch.bfloat16
 
 
-def _read(ops: Ops, fp8: object) -> torch.dtype:
+def _read(ops: Ops, *, fp8: bool) -> torch.dtype:
     """What the next GEMM reads: that, or codes, which the exact reference does not round either."""
     stored = _stored(ops)
-    return torch.float8_e4m3fn if fp8 is not None and stored != torch.float32 else stored
+    return torch.float8_e4m3fn if fp8 and stored != torch.float32 else stored
 
 
 @torch.library.custom_op("futransformer::gather_rows", mutates_args=("amax", "saturated"))
@@ -102,7 +102,7 @@ def _(
     apart = _phase("gather_rows", phase) == "decode" or out_scale is not None
     residual = torch.float32 if phase == "decode" else _stored(served)
     return (
-        table.new_empty(rows, columns, dtype=_read(served, out_scale)),
+        table.new_empty(rows, columns, dtype=_read(served, fp8=out_scale is not None)),
         table.new_empty(rows, 1, dtype=torch.float32),
         table.new_empty(rows if apart else 0, columns, dtype=residual),
     )
@@ -142,21 +142,7 @@ def qkv(
 
 
 @qkv.register_fake
-def _(
-    ops: str,
-    phase: str,
-    x: Tensor,
-    sumsq: Tensor,
-    weight: Tensor,
-    rope_table: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    scale: Tensor | None,
-    kv_scale: Tensor | None,
-    kv_copy: Tensor | None,
-) -> Tensor:
+def _(ops: str, phase: str, x: Tensor, *_: object) -> Tensor:
     served = _served("qkv", ops)
     return x.new_empty(x.shape[0], served.config.heads.q_features, dtype=_stored(served))
 
@@ -187,17 +173,7 @@ def attention_prefill(
 
 
 @attention_prefill.register_fake
-def _(
-    ops: str,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqlens_k: Tensor,
-    max_seqlen_q: int,
-    kv_scale: Tensor | None,
-) -> Tensor:
+def _(ops: str, q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q, dtype=_stored(_served("attention_prefill", ops)))
 
 
@@ -231,21 +207,8 @@ def attention_prefill_fp8(
 
 
 @attention_prefill_fp8.register_fake
-def _(
-    ops: str,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqlens_k: Tensor,
-    max_seqlen_q: int,
-    out_scale: Tensor,
-    amax: Tensor,
-    saturated: Tensor,
-    kv_scale: Tensor | None,
-) -> Tensor:
-    return torch.empty_like(q, dtype=_read(_served("attention_prefill", ops), out_scale))
+def _(ops: str, q: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q, dtype=_read(_served("attention_prefill", ops), fp8=True))
 
 
 @torch.library.custom_op("futransformer::attention_decode", mutates_args=())
@@ -267,17 +230,7 @@ def attention_decode(
 
 
 @attention_decode.register_fake
-def _(
-    ops: str,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    max_seqlen_k: int,
-    kv_scale: Tensor | None,
-    kv_copy: Tensor | None,
-) -> Tensor:
+def _(ops: str, q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q, dtype=_stored(_served("attention_decode", ops)))
 
 
@@ -324,7 +277,7 @@ def _(
     gain: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     served = _served(op, ops)
-    read = _read(served, out_scale)
+    read = _read(served, fp8=out_scale is not None)
     rows, columns = residual.shape
     same = read == residual.dtype and out_scale is None and gain is None
     named: Projection = "o" if op == "o" else "down"
@@ -348,14 +301,7 @@ def gate_up(
 
 
 @gate_up.register_fake
-def _(
-    ops: str,
-    phase: str,
-    x: Tensor,
-    sumsq: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-) -> Tensor:
+def _(ops: str, phase: str, x: Tensor, *_: object) -> Tensor:
     served = _served("gate_up", ops)
     return x.new_empty(x.shape[0], served.config.intermediate_size, dtype=_stored(served))
 
@@ -378,19 +324,9 @@ def gate_up_fp8(
 
 
 @gate_up_fp8.register_fake
-def _(
-    ops: str,
-    phase: str,
-    x: Tensor,
-    sumsq: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    out_scale: Tensor,
-    amax: Tensor,
-    saturated: Tensor,
-) -> Tensor:
+def _(ops: str, phase: str, x: Tensor, *_: object) -> Tensor:
     served = _served("gate_up", ops)
-    return x.new_empty(x.shape[0], served.config.intermediate_size, dtype=_read(served, out_scale))
+    return x.new_empty(x.shape[0], served.config.intermediate_size, dtype=_read(served, fp8=True))
 
 
 @torch.library.custom_op("futransformer::lm_head", mutates_args=())

@@ -26,9 +26,8 @@ class Int4Method:
 
     groups: Groups
     search: ScaleSearch = "max"
-    act_order: bool = (
-        False  # GPTQ takes the columns of the largest operands first, by the scales of rounding to nearest
-    )
+    # GPTQ takes the columns of the largest operands first, by the scales of rounding to nearest
+    act_order: bool = False
     sweeps: int = 0  # of ``refine``, behind GPTQ
 
 
