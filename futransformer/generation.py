@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from futransformer.decode_step import LOG_STEPS, DecodeStep
-from futransformer.kv_cache import page_bucket, upload
+from futransformer.kv_cache import download, page_bucket, upload
 from futransformer.sampling import Sampling, pack_seen
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ class Generation:
 
     def _note(self, step: DecodeStep, count: int) -> None:
         """Send the tokens of the last steps to the host."""
-        log = step.stops.log
-        tokens = torch.empty(log.shape, dtype=log.dtype, pin_memory=log.is_cuda).copy_(log, non_blocking=True)
-        event = torch.cuda.current_stream().record_event() if log.is_cuda else None
+        (tokens,), event = download(step.stops.log)
         self._notes.append(_Note(tokens, event, self._noted, self._noted + count))
         self._noted += count
 

@@ -183,6 +183,16 @@ def upload(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, 
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def download(*tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Send copies to the host without waiting: they are there when the event has happened; None: they are.
+
+    From a GPU to pinned memory; all tensors are of one device.
+    """
+    on_gpu = tensors[0].is_cuda
+    host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu).copy_(t, non_blocking=True) for t in tensors]
+    return host, torch.cuda.current_stream().record_event() if on_gpu else None
+
+
 def token_slots(block_table: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     """The slot of each (sequence, position) pair, int64: page x PAGE_SIZE + offset in the page. No synchronisation."""
     position = position.long()

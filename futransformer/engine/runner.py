@@ -18,7 +18,7 @@ import torch
 from futransformer.engine.chooser import Alternatives, Chooser, Chosen
 from futransformer.engine.scheduler import Chunk
 from futransformer.engine.sequence import EngineSequence
-from futransformer.kv_cache import page_bucket, pages_for, upload
+from futransformer.kv_cache import download, page_bucket, pages_for, upload
 from futransformer.model import Llama
 from futransformer.prefill_step import HostPass
 
@@ -32,14 +32,7 @@ class Launched:
         """Begin the copies; ``chosen`` may be overwritten by what is launched later."""
         self.sequences = sequences
         self.rows = chosen.rows
-        tensors = [chosen.tokens[: len(sequences)], *(chosen.alternatives or ())]
-        on_gpu = tensors[0].is_cuda
-        self._host = [
-            torch.empty(t.shape, dtype=t.dtype, pin_memory=on_gpu).copy_(t, non_blocking=True) for t in tensors
-        ]
-        self._event = None
-        if on_gpu:
-            self._event = torch.cuda.current_stream().record_event()
+        self._host, self._event = download(chosen.tokens[: len(sequences)], *(chosen.alternatives or ()))
 
     def tokens(self) -> list[int]:
         """Wait for the tokens."""
