@@ -23,6 +23,13 @@ def test_a_generated_page_is_what_it_is_made_from(module: ModuleType) -> None:
     assert module.page() == written, f"write it anew: python -m {module.__name__}"
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs/testing.md").read_text(encoding="utf-8"))
+    assert len(named) > 40
+    assert {name for name in named if f"def {name}(" not in sources} == set()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` does."""
