@@ -29,6 +29,11 @@ class InstalledKernels:
     version: str
     folder: Path
 
+    @property
+    def serves_this_version(self) -> bool:
+        """Whether it was built by this version of FuTransformer, and for no other."""
+        return self.version == __version__
+
     @contextmanager
     def errors(self) -> Iterator[None]:
         """A context in which an ArtifactError says which wheel to install again."""
@@ -66,7 +71,7 @@ def find_installed(
     """
     asked = None if settings.schedules is None else read_table(settings.schedules)
     for wheel in installed_kernels():
-        if wheel.version != __version__:
+        if not wheel.serves_this_version:
             continue
         manifest = wheel.manifest()
         table = manifest.table or shipped_table()
@@ -87,7 +92,7 @@ def mention_installed() -> Iterator[None]:
     except (ArtifactError, ToolchainError) as error:
         wheels = [
             f"{wheel.name} {wheel.version}"
-            + (" (of other kernels, or other sources)" if wheel.version == __version__ else f" (this is {__version__})")
+            + (" (of other kernels, or other sources)" if wheel.serves_this_version else f" (this is {__version__})")
             for wheel in installed_kernels()
         ]
         if not wheels:

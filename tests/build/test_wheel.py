@@ -179,13 +179,15 @@ def test_a_damaged_manifest_names_the_wheel(site: Path) -> None:
         load_kernels("smollm2-135m")
 
 
-def test_a_wheel_of_another_version_does_not_serve_and_is_named(site: Path) -> None:
+def test_a_wheel_of_another_version_does_not_serve_and_is_named(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     describe(site, Version="0.0.9")
     with pytest.raises(
         ArtifactError,
         match=rf"not in the cache .*FUTRANSFORMER_DISABLE_JIT.*serves here: {NAME} 0\.0\.9 \(this is {__version__}\)",
     ):
         load_kernels("smollm2-135m")
+    main(["doctor"])
+    assert f"{NAME} 0.0.9, not for this version, {__version__}" in capsys.readouterr().out
 
 
 def test_a_wheel_of_other_kernels_or_sources_does_not_serve(site: Path) -> None:
