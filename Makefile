@@ -44,8 +44,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Fails where a link leads nowhere, or a page is outside the navigation.
+# Writes the generated pages anew; fails where a link leads nowhere, or a page is outside the navigation.
 docs: $(READY)
+	$(BIN)/python -m docs.catalogue
+	$(BIN)/python -m docs.api
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "==> site/index.html"
 
