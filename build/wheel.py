@@ -46,15 +46,11 @@ def write_wheel(manifest: ModelManifest, folder: Path) -> Path:
             exported = export(manifest, Path(staged))
             names = (FILE_NAME, *(record.cubin.name for record in exported.kernels))
             files = {f"{package}/{file}": (Path(staged) / file).read_bytes() for file in names}
-        files[f"{package}/__init__.py"] = _docstring(manifest).encode()
+        docstring = f'"""Kernels of FuTransformer {__version__}; manifest.json says of which model."""\n'
+        files[f"{package}/__init__.py"] = docstring.encode()
         path = folder / f"{package}-{__version__}-py3-none-any.whl"
         write_atomically(path, _zipped(files | _described(manifest, name, package), f"{package}-{__version__}"))
     return path
-
-
-def _docstring(manifest: ModelManifest) -> str:
-    what = f"{manifest.config} ({manifest.precision})".encode("unicode_escape").decode().replace('"', "'")
-    return f'"""Kernels of {what}, {ARCHITECTURE}, of FuTransformer {__version__}."""\n'
 
 
 def _described(manifest: ModelManifest, name: str, package: str) -> dict[str, bytes]:
@@ -68,7 +64,7 @@ def _described(manifest: ModelManifest, name: str, package: str) -> dict[str, by
         "Root-Is-Purelib: true\nTag: py3-none-any\n",
         "entry_points.txt": f"[{GROUP}]\n{name} = {package}\n",
     }
-    return {f"{package}-{__version__}.dist-info/{file}": text.encode() for file, text in texts.items()}
+    return {f"{package}-{__version__}.dist-info/{file}": text.encode(errors="replace") for file, text in texts.items()}
 
 
 def _zipped(files: dict[str, bytes], stem: str) -> bytes:
