@@ -7,7 +7,7 @@ import csv
 import hashlib
 import importlib.util
 import json
-import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -22,17 +22,22 @@ import torch
 from futransformer import __version__, library
 from futransformer.build.compile import build_kernels
 from futransformer.build.export import export, load_exported
+from futransformer.build.fingerprint import source_key
 from futransformer.build.installed import find_installed, installed_kernels, mention_installed
 from futransformer.build.manifest import KernelRecord, ModelManifest
-from futransformer.build.settings import BuildSettings
+from futransformer.build.nvcc import NVCC_FLAGS
+from futransformer.build.ptxas import Resources
+from futransformer.build.settings import HEADERS, BuildSettings
 from futransformer.build.wheel import distribution_name, write_wheel
 from futransformer.cli import main
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import ArtifactError, BuildError
 from futransformer.generator.plan import kernel_specs
+from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable, shipped_table
+from futransformer.generator.specs import ABI_VERSION, KernelSpec
 from futransformer.library import load_kernels
-from tests.build.conftest import FakeNvcc, TinySpec, render_tiny
+from tests.build.conftest import TinySpec, render_tiny
 
 NAME = "futransformer-kernels-smollm2-135m-bf16-sm90a"
 PACKAGE = NAME.replace("-", "_")
@@ -46,13 +51,34 @@ class LoadedKernel:
         self.spec, self.record, self.cubin, self.device, self.chain = spec, record, cubin, device, chain
 
 
-@pytest.fixture
-def wheel(machine: FakeNvcc, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def pretended(spec: KernelSpec, folder: Path) -> KernelRecord:
+    """A kernel as this version's source gives it, but for its machine code."""
+    cubin = folder / f"{hashlib.sha256(spec.name.encode()).hexdigest()}.cubin"
+    cubin.write_bytes(b"\x7fELF" + spec.name.encode())
+    return KernelRecord(
+        name=spec.name,
+        template=spec.template,
+        params=spec.params,
+        threads=spec.threads,
+        cluster=spec.cluster,
+        shared_bytes=spec.shared_bytes,
+        resources=Resources(100, 0, 0, 0, 0),
+        cubin=cubin,
+        cubin_sha256=hashlib.sha256(cubin.read_bytes()).hexdigest(),
+        compile_seconds=1.0,
+        nvcc_version="13.0.88",
+        abi_version=ABI_VERSION,
+        source_key=source_key(spec, render(spec), NVCC_FLAGS, HEADERS),
+        toolchain_key="0" * 64,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model's wheel, of pretended cubins."""
-    assert main(["build", "smollm2-135m", "--wheel", str(tmp_path / "the wheels"), "--json"]) == 0
-    (path,) = (tmp_path / "the wheels").iterdir()
-    assert json.loads(capsys.readouterr().out)["wheel"] == str(path)
-    return path
+    folder = tmp_path_factory.mktemp("wheels")
+    kernels = tuple(pretended(spec, folder) for spec in SPECS)
+    return write_wheel(ModelManifest("smollm2-135m", "bf16", kernels), folder / "the wheels")
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -64,12 +90,19 @@ def install(wheel: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed that wheel."""
+    return install(wheel, tmp_path_factory.mktemp("installed") / "site packages")
+
+
 @pytest.fixture
-def site(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without a tool chain and with an empty cache, on which the wheel is installed and any cubin loads."""
-    folder = install(wheel, tmp_path / "site packages")
+    folder = shutil.copytree(installed, tmp_path / "site packages")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delenv("FUTRANSFORMER_NVCC")
+    for name in ("FUTRANSFORMER_NVCC", "FUTRANSFORMER_SCHEDULES"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("FUTRANSFORMER_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("FUTRANSFORMER_DISABLE_JIT", "1")
@@ -90,7 +123,19 @@ def describe(folder: Path, **changes: str) -> None:
 # --- the file ---
 
 
-def test_a_wheel_is_what_pip_and_importlib_read(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_build_writes_a_wheel_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "smollm2-135m", "--wheel", str(tmp_path / "the wheels")]) == 0
+    (path,) = (tmp_path / "the wheels").iterdir()
+    assert path.name == f"{PACKAGE}-{__version__}-py3-none-any.whl"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{path}, ")
+    assert main(["build", "smollm2-135m", "--wheel", str(tmp_path / "the wheels"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["wheel"] == str(path)
+    with zipfile.ZipFile(path) as archive:
+        assert sum(name.endswith(".cubin") for name in archive.namelist()) == len(SPECS)
+
+
+def test_a_wheel_is_what_pip_and_importlib_read(wheel: Path, installed: Path) -> None:
     assert wheel.name == f"{PACKAGE}-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
@@ -101,13 +146,12 @@ def test_a_wheel_is_what_pip_and_importlib_read(wheel: Path, tmp_path: Path) -> 
     for path, digest, size in rows[:-1]:
         wanted = base64.urlsafe_b64encode(hashlib.sha256(content[path]).digest()).decode().rstrip("=")
         assert (digest, size) == (f"sha256={wanted}", str(len(content[path])))
-    folder = install(wheel, tmp_path / "site")
-    (installed,) = metadata.Distribution.discover(path=[str(folder)])
-    assert (installed.name, installed.version) == (NAME, __version__)
-    assert installed.requires == [f"futransformer=={__version__}"]
-    (entry,) = installed.entry_points
+    (found,) = metadata.Distribution.discover(path=[str(installed)])
+    assert (found.name, found.version) == (NAME, __version__)
+    assert found.requires == [f"futransformer=={__version__}"]
+    (entry,) = found.entry_points
     assert (entry.group, entry.value) == ("futransformer.kernels", PACKAGE)
-    assert {record.name for record in load_exported(folder / PACKAGE).kernels} == {spec.name for spec in SPECS}
+    assert {record.name for record in load_exported(installed / PACKAGE).kernels} == {spec.name for spec in SPECS}
 
 
 def test_the_same_kernels_give_the_same_bytes(settings: BuildSettings, tmp_path: Path) -> None:
@@ -207,23 +251,15 @@ def test_without_wheels_the_error_is_the_caches_own() -> None:
         raise ArtifactError("missing")
 
 
-def test_a_wheel_brings_its_own_table(
-    site: Path, machine: FakeNvcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_brings_its_own_table(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Built by another card's table, it serves by that table; where another is asked for, not at all."""
     table = ScheduleTable("another card", multiprocessors=8)
-    assert (by_rule := kernel_specs(load_config("smollm2-135m"), "bf16", table)) != SPECS
-    (tmp_path / "table.json").write_text(table.text())
-    with monkeypatch.context() as building:
-        building.setenv("FUTRANSFORMER_NVCC", str(machine.path))
-        building.setenv("PATH", os.defpath)
-        building.setenv("FUTRANSFORMER_DISABLE_JIT", "0")
-        building.setenv("FUTRANSFORMER_SCHEDULES", str(tmp_path / "table.json"))
-        assert main(["build", "smollm2-135m", "--wheel", str(tmp_path / "tuned")]) == 0
-    (wheel,) = (tmp_path / "tuned").iterdir()
+    by_rule = kernel_specs(load_config("smollm2-135m"), "bf16", table)
+    assert by_rule != SPECS
+    kernels = tuple(pretended(spec, tmp_path) for spec in by_rule)
+    wheel = write_wheel(ModelManifest("smollm2-135m", "bf16", kernels, table), tmp_path / "tuned")
     install(wheel, tmp_path / "tuned site")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "tuned site"), *(p for p in sys.path if p != str(site))])
-    monkeypatch.setenv("FUTRANSFORMER_CACHE", str(tmp_path / "still empty"))
     ops: Any = load_kernels("smollm2-135m")
     assert set(ops.plan.specs()) == set(by_rule)
     (tmp_path / "shipped.json").write_text(shipped_table().text())
