@@ -5,22 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-from docs import api, catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("module", [api, catalogue], ids=["api", "kernels"])
-def test_a_generated_page_is_what_it_is_made_from(module: ModuleType) -> None:
-    written = module.PAGE.read_text(encoding="utf-8")
-    assert module.page() == written, f"write it anew: python -m {module.__name__}"
+@pytest.mark.parametrize("writer", ["api", "catalogue"])
+def test_a_generated_page_is_what_it_is_made_from(writer: str) -> None:
+    module = runpy.run_path(str(ROOT / "docs" / f"{writer}.py"))
+    written = module["PAGE"].read_text(encoding="utf-8")
+    assert module["page"]() == written, f"write it anew: python -m docs.{writer}"
 
 
 def test_every_test_that_a_page_names_exists() -> None:
