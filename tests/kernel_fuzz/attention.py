@@ -140,6 +140,7 @@ def decode(draw: Draw, op: AttentionDecode, rooms: Rooms) -> None:
     spec, sequences = op.spec, draw.note("sequences", draw.random.randint(1, draw.random.choice((4, 16, 64))))
     cache = Cache(draw, spec.heads, lengths_of(draw, sequences), codes=spec.element == E4M3, copy=spec.copy)
     classes, q = cache.queries(sequences)
+    rooms.begin()
     q = rooms.holding(q)
     longest, room = max(cache.lengths), cache.block_table.shape[1] * PAGE_SIZE
     options: dict[str, Any] = {"kv_scale": cache.kv_scale, "kv_copy": cache.kv_copy}
@@ -169,6 +170,7 @@ def prefill(draw: Draw, ops: KernelLibrary, rooms: Rooms) -> None:
     rows = draw.note("rows", sum(queries))
     cache = Cache(draw, heads, keys, codes=ops.precision.kv == E4M3)
     classes, q = cache.queries(rows)
+    rooms.begin()
     q = rooms.holding(q)
     offsets = torch.tensor([0, *queries], device=draw.device).cumsum(0).int()
     seqlens = torch.tensor(keys, dtype=torch.int32, device=draw.device)

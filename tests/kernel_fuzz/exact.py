@@ -53,7 +53,7 @@ class Draw:
 
     def powers(self, low: int, high: int, *shape: int) -> Tensor:
         """2^low to 2^high, float32."""
-        return torch.ldexp(torch.ones(shape, device=self.device), self.integers(low, high, *shape))
+        return (self.integers(low, high, *shape) + 127 << 23).int().view(torch.float32)
 
     def order(self, count: int) -> Tensor:
         """0 to count - 1 in some order, int64."""
@@ -123,6 +123,10 @@ class Rooms:
     def holding(self, values: Tensor) -> Tensor:
         """These values, to be written over."""
         return self.empty(values.shape[0], values.shape[1], values.dtype).copy_(values)
+
+    def begin(self) -> None:
+        """Forget what a case before has left unchecked."""
+        self._rooms = []
 
     def check(self) -> None:
         """Whether what lies behind is NaN still; begins anew."""

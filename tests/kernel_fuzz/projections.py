@@ -98,6 +98,7 @@ class Projections:
 
     def run(self, draw: Draw, phase: Phase, op: Projection) -> None:
         """One case."""
+        self.rooms.begin()
         key = phase, op
         if key not in self._weights:
             self._weights[key] = make_weight(self.ops, op, phase)
