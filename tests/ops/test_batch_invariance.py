@@ -1,7 +1,7 @@
 """A decoded row has the same bits alone and in any batch of up to eight, through two layers and the head.
 
-Kernel by kernel this is test_decode_gemm's; here it is what ``batch_invariant`` leaves of the kernels, and how it splits
-attention: sequences of unequal lengths, attended by one split and by several.
+Kernel by kernel this is test_decode_gemm's; here it is what ``batch_invariant`` leaves of the kernels, and how it
+splits attention: sequences of unequal lengths, attended by one split and by several.
 """
 
 from __future__ import annotations
