@@ -51,6 +51,25 @@ def test_right_answers_pass(monkeypatch: pytest.MonkeyPatch, precision: str) -> 
             fuzz(Draw(1, index, CPU))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_approximate_instructions_lose_passes(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    class Approximate(StandInKernel):
+        sign = 1
+
+        def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
+            if "sumsq" in arguments:  # four units of 2^-23, of which rsqrt makes half
+                arguments["sumsq"] = arguments["sumsq"] * (1 + self.sign * 2.0**-21)
+            super().launch(grid, **arguments)
+
+    for sign in (-1, 1):
+        monkeypatch.setattr(Approximate, "sign", sign)
+        ops = stand_in_library(TINY, monkeypatch, Approximate, precision)
+        for name, fuzz in cases.of_library(ops).items():
+            if "/" in name:
+                with torch.no_grad():
+                    fuzz(Draw(2 + sign, len(name), CPU))
+
+
 # Faults of one launch: what each changes of the arguments, or does behind it
 
 
