@@ -10,11 +10,12 @@ What is launched comes back as ``Launched``, whose tokens are on their way to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from futransformer.engine import warmup
 from futransformer.engine.chooser import Alternatives, Chooser, Chosen
 from futransformer.engine.scheduler import Chunk
 from futransformer.engine.sequence import EngineSequence
@@ -63,6 +64,10 @@ class Runner:
         self._batch: list[int] = []  # slots of the last step, as the two below have them
         self._slots = np.zeros(0, dtype=np.int64)
         self._index = torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def shapes(self, rows: int) -> Iterator[Callable[[], None]]:
+        """What captures the graphs of this runner's steps, and of its passes of up to ``rows`` rows."""
+        return warmup.shapes(self.model, self._nobody, self._table.shape[1], self._width, rows)
 
     def begin(self, sequence: EngineSequence) -> None:
         """A sequence has got its slot and its first pages."""
