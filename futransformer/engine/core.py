@@ -239,10 +239,10 @@ class Engine:
                 self._fail(request, output, not_a_number(self.model.config.name))
                 continue
             delta = self._advance(sequence, token)
-            if request.params.logprobs is not None:
+            if logprobs and request.params.logprobs is not None:
                 delta.logprobs = [logprobs[row]]
             output.outputs.append(delta)
-            if delta.finish_reason is not None and request.unfinished == 0:
+            if request.unfinished == 0:
                 output.finished = True
                 request.metrics.finished_time = now
                 self._finished += 1
@@ -251,12 +251,12 @@ class Engine:
 
     def _advance(self, sequence: EngineSequence, token: int) -> CompletionOutput:
         """Append a token: what is new of the text, and whether it ends."""
-        sequence.tokens.append(token)
+        tokens, builder = sequence.tokens, sequence.text
+        tokens.append(token)
         self._generated += 1
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
         text = ""
-        builder = sequence.text
         if token in sequence.ends:
             reason = "stop"
             stop_reason = token if token in sequence.request.params.stop_token_ids else None
@@ -264,13 +264,13 @@ class Engine:
             text = builder.add(token, look_for_stop=not sequence.least or sequence.generated >= sequence.least)
             if builder.stopped_by is not None:
                 reason, stop_reason = "stop", builder.stopped_by
-            elif len(sequence.tokens) >= sequence.most:
+            elif len(tokens) >= sequence.most:
                 reason = "length"
         if reason is not None:
             text += builder.rest()
             self._scheduler.share(sequence)
             self._end(sequence)
-        elif len(sequence.tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
+        elif len(tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
             self._scheduler.share(sequence)
         return CompletionOutput(sequence.index, text, [token], None, reason, stop_reason)
 
