@@ -115,16 +115,31 @@ class DecodeStep:
         for _ in range(2):
             self.run(self.block_table.shape[1] * PAGE_SIZE, logits=logits)
 
-    def run_generation(self, longest: int) -> None:
-        """One step of a generation, of which the host need know nothing."""
-        self._launch(longest, "generation" if self.sampling is None else "sampled generation")
+    def run_generation(self, longest: int, count: int = 1) -> None:
+        """So many steps of a generation, of which the host need know nothing; ``longest`` is after the first."""
+        kind: Kind = "generation" if self.sampling is None else "sampled generation"
+        end = longest + count
+        while longest < end:
+            pages = self._pages(longest)
+            captured = self._graphs.get((pages, kind)) if self.ops.capturable else None
+            if captured is None:
+                self._launch(longest, kind)
+                longest += 1
+                continue
+            replay = captured[0].replay
+            alike = end - longest
+            if pages < self.block_table.shape[1]:
+                alike = min(alike, pages * PAGE_SIZE - longest + 1)
+            for _ in range(alike):
+                replay()
+            longest += alike
 
     def end(self) -> None:
         """Take the tokens that were chosen: note them, and let the rows go whose text ends with them."""
         self.ops.end_step(self.tokens, self.lengths, self.stops)
 
     def _launch(self, longest: int, kind: Kind) -> Tensor | None:
-        pages = min(page_bucket(pages_for(longest)), self.block_table.shape[1])
+        pages = self._pages(longest)
         if not self.ops.capturable or (pages, kind) not in self._graphs:
             self._graphs.setdefault((pages, kind), None)
             return self._run(pages, kind)
@@ -136,6 +151,10 @@ class DecodeStep:
         graph, found = captured
         graph.replay()
         return found
+
+    def _pages(self, longest: int) -> int:
+        """Pages a sequence that attention is launched for."""
+        return min(page_bucket(pages_for(longest)), self.block_table.shape[1])
 
     def _capture(self, pages: int, kind: Kind) -> Captured | None:
         return self.pool.record(partial(self._run, pages, kind))

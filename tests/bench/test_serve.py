@@ -132,6 +132,12 @@ def test_transformers_serves_the_load_in_a_process_of_its_own() -> None:
     assert (found["rounds"], found["version"]) == (2, version("transformers"))
 
 
+def test_a_rival_that_has_no_time_for_another_round_is_told_by_its_first() -> None:
+    found = transformers_batching.run(replace(JOB, seconds=0), time.monotonic())
+    assert found["tokens_per_second"] > 0
+    assert found["rounds"] == 0
+
+
 def test_a_rival_that_is_not_done_in_time_is_ended() -> None:
     begin = time.monotonic()
     with pytest.raises(RivalMissingError, match=r"not done in 0\.5 s; its last stage: "):

@@ -24,17 +24,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import futransformer
 from futransformer.bench.case import RivalMissingError
 from futransformer.generator.config import LlamaConfig
 
 BLOCK = 256  # tokens of a page of its cache
 READ_STEP = 4096  # tokens of the cache that its graphs are padded to; its own 16,384 reads a third more than there is
+ROOT = Path(futransformer.__file__).resolve().parent.parent
 OWN_ERROR = f"{RivalMissingError.__module__}.{RivalMissingError.__name__}: "
-Figures = dict[str, Any]  # tokens_per_second, rounds, attention, version
+Figures = dict[str, Any]  # tokens_per_second, rounds (0: the first alone), attention, version
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Job:
     streams: int
     prompt: int  # tokens
     output: int
-    rounds: int  # at most: as many as fit into ``seconds``, and one
+    rounds: int  # at most: as many as fit into ``seconds`` behind the first, which compiles and captures
     batch_tokens: int  # rows of a pass
     compile_level: int  # of its four; 0: eager, 1: mode default, dynamic shapes; the others tune products for minutes
     seconds: float
@@ -74,7 +77,11 @@ def measure(job: Job) -> Figures:
     """Run the job in a process of its own, ended after ``job.seconds``; RivalMissingError says why it found nothing."""
     command = [sys.executable, "-m", __spec__.name]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment
+    )
     try:
         told, errors = process.communicate(json.dumps(asdict(job)), timeout=job.seconds)
     except subprocess.TimeoutExpired:
@@ -104,17 +111,22 @@ def run(job: Job, begin: float) -> Figures:
     """Measure in this process, which began at ``begin`` of time.monotonic()."""
     with manager(job) as (running, found):
         _say("compiling and capturing, in a round that is not counted")
-        start = time.monotonic()
-        closed_loop(running, clients(job, 1), job.output)
-        took = time.monotonic() - start
-        rounds = min(job.rounds, max(1, int((begin + job.seconds - time.monotonic()) / took)))
-        _say(f"measuring {rounds} rounds; the first took {took:.1f} s")
-        start = time.monotonic()
-        generated, wrong = closed_loop(running, clients(job, rounds), job.output)
-        seconds = time.monotonic() - start
+        generated, wrong, seconds = timed_loop(running, job, 1)
+        rounds = min(job.rounds, max(0, int((begin + job.seconds - time.monotonic()) / seconds)))
+        _say(f"measuring {rounds} rounds; the first took {seconds:.1f} s")
+        if rounds:  # else the first has to do
+            generated, wrong, seconds = timed_loop(running, job, rounds)
     if wrong:
         raise RivalMissingError(f"{wrong} of its answers were short")
     return {**found, "tokens_per_second": float(f"{generated / seconds:.5g}"), "rounds": rounds}
+
+
+def timed_loop(running: Any, job: Job, rounds: int) -> tuple[int, int, float]:
+    """Tokens generated, requests that went wrong, and seconds of a closed loop."""
+    prompts = clients(job, rounds)
+    begin = time.monotonic()
+    generated, wrong = closed_loop(running, prompts, job.output)
+    return generated, wrong, time.monotonic() - begin
 
 
 def clients(job: Job, rounds: int) -> list[list[list[int]]]:

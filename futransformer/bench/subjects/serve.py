@@ -120,9 +120,11 @@ def rivals(shape: str, device: torch.device) -> tuple[dict[str, float], list[str
             notes.append(f"{name} left out: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
             continue
         figures[name] = found["tokens_per_second"]
+        rounds = found["rounds"]
+        measured = f"{rounds} of {ROUNDS} rounds" if rounds else "its first round, which compiles and captures"
         notes.append(
             f"{name}: {found['version']}, attention {found['attention']}, a cache for the load alone, in a process of "
-            f"its own; {found['rounds']} of {ROUNDS} rounds"
+            f"its own; {measured}"
         )
     return figures, notes
 
