@@ -25,7 +25,7 @@ from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem
 from futransformer.model import Llama
 from futransformer.sampling import Sampling
-from futransformer.tokenizer import TextStream, Tokenizer
+from futransformer.tokenizer import OPEN, TextStream, Tokenizer
 
 Output = pytest.CaptureFixture[str]
 
@@ -217,6 +217,26 @@ def test_a_stream_in_pieces_is_the_text_of_all_tokens(tiny_base_model: Path) -> 
         tokens = generator.integers(0, 258, 40).tolist()
         stream = TextStream(tokenizer)
         assert "".join(stream.add(token) for token in tokens) + stream.rest() == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *([[256] * 100, [0x80] * 100, [0xE2] * 100, [0xE2, 0x82] * 50, [0xC3] * 15 + [0xA9] * 2 + [0x9D] * 40]),
+        [0xF0, 0x9D, 256, 0x84, 256, 256, 0x9E, *([256] * 40), 0x41],  # a character around tokens that have no text
+        [*([300] * 60), 0x41, *([300] * 60)],  # beyond the vocabulary, as a model's may be padded
+    ],
+)
+def test_tokens_that_make_no_character_are_not_decoded_again_and_again(
+    tiny_base_model: Path, tokens: list[int]
+) -> None:
+    """Or a text of them would cost more with every token, and a step of an engine with it."""
+    tokenizer = Tokenizer(tiny_base_model)
+    stream, pieces = TextStream(tokenizer), []
+    for token in tokens:
+        pieces.append(stream.add(token))
+        assert len(stream._open) < OPEN
+    assert "".join(pieces) + stream.rest() == tokenizer.decode(tokens)
 
 
 def test_a_stream_goes_on_from_what_stands_before_it(tiny_base_model: Path) -> None:
