@@ -151,8 +151,25 @@ def section(content: dict[str, Any]) -> str:
     if has_plot(content):
         lines += ["", f"![{title}: ours beside the rivals]({PLOTS}/{stem(content)}.svg)"]
     if content.get("notes"):
-        lines += ["", *(f"- {note}" for note in content["notes"])]
+        lines += ["", *(f"- {note}" for note in by_reason(subject, content["notes"]))]
     return "\n".join(lines) + "\n"
+
+
+def by_reason(subject: str, notes: Sequence[str]) -> list[str]:
+    """Notes of cases, each reason once: of one case as it was noted, of several with their number, first and last."""
+    cases: dict[str, list[str]] = {}
+    for note in notes:
+        case, separator, reason = note.partition(": ")
+        named = separator and case.startswith(f"{subject}/")
+        cases.setdefault(reason if named else note, []).extend([case] * bool(named))
+    told = []
+    for reason, of in cases.items():
+        names = [case.removeprefix(f"{subject}/") for case in of]
+        if len(of) > 1:
+            told.append(f"{reason} ({len(of)} cases, {names[0]} to {names[-1]})")
+        else:
+            told.append(f"{names[0]}: {reason}" if names else reason)
+    return told
 
 
 def accuracy_section(content: dict[str, Any]) -> str:

@@ -109,6 +109,7 @@ def test_the_hosts_part_of_a_token_is_timed(
     monkeypatch.setattr(decode_host, "shape_config", lambda _: small)
     monkeypatch.setattr(cpu_bench, "library", lambda shape, precision: ReferenceKernels(small, precision))
     monkeypatch.setattr(decode_host, "RUNS", 2)
+    monkeypatch.setattr(decode_host, "WARM_UP_SECONDS", 0)
     (row,) = decode_host.measure("a", "8b", precision, sampling, 2, 70, 3, cpu_bench)
     assert row["case"] == "a"
     assert row["unit"] == "us"

@@ -102,10 +102,21 @@ def test_tables(folder: Path) -> None:
     assert "| 8b/int4/B=1/ctx=1024 | 33.1 | 32.9 to 33.6 | 138 | 88.5 | **2.67** | 76 |" in lines
     assert "| 8b/int4/B=2/ctx=1024 | 33.1 | 32.9 to 33.6 | 140 |  | **0.95** | 76 |" in lines
     assert "| llama-3.1-8b | 0.0123 | 32.9 to 33.6 |" in lines  # no rivals: no columns for them
-    assert "- decode_block/8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else" in lines
+    assert "- 8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else" in lines
     assert "commit 0123456789ab, 2026-11-29 20:00 UTC. Ceilings of this run: 4.50 TB/s read" in text
     assert "![One layer of a decode step: ours beside the rivals](performance/decode_block.svg)" in lines
     assert "performance/load.svg" not in text
+
+
+def test_a_reason_is_told_once_for_all_its_cases() -> None:
+    missing = "flash-attn-4 left out: flash-attn-4 cannot be imported here (No module named 'flash_attn')"
+    notes = [f"serve/8b/B={batch}: {missing}" for batch in (1, 8, 32)]
+    notes[1:1] = ["serve/8b/B=4: failed: no memory", "the card was shared"]
+    assert report.by_reason("serve", notes) == [
+        f"{missing} (3 cases, 8b/B=1 to 8b/B=32)",
+        "8b/B=4: failed: no memory",
+        "the card was shared",
+    ]
 
 
 def test_fp8_stands_apart_from_bf16(folder: Path) -> None:
