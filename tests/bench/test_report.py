@@ -221,6 +221,7 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.Ca
         ({"versions": {}}, "lacks torch"),
         ({"subject": ["load"]}, r"its subject is \['load'\]"),
         ({"subject": "sanitize"}, "lacks failures, left_out, messages, planted, seconds, version"),
+        ({"subject": "fuzz"}, "lacks asked, failures, seconds, seed"),
         ({"rows": 5}, "'int' object"),
         ({"rows": [5]}, "'int' object"),
         (
@@ -235,6 +236,28 @@ def test_results_that_lack_something_are_refused(tmp_path: Path, changes: dict[s
     (tmp_path / "load.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"load\.json is not a results file.*{message}.*measure that subject again"):
         report.read(tmp_path)
+
+
+def test_what_random_cases_found() -> None:
+    content = {
+        "subject": "fuzz",
+        **{key: value for key, value in FRAME.items() if key != "ceilings"},
+        "seed": 7,
+        "asked": 9,
+        "seconds": 1.5,
+        "rows": [
+            {"case": "fuzz/odd/decode/o", "cases": 2, "wrong": 0, "seconds": 0.1},
+            {"case": "fuzz/odd/step", "cases": 1, "wrong": 0, "seconds": 0.1},
+            {"case": "fuzz/group5/decode/o", "cases": 3, "wrong": 1, "seconds": 0.1},
+            {"case": "fuzz/copies/h4kv4d128-kv4-head/attention_decode", "cases": 2, "wrong": 0, "seconds": 0.1},
+        ],
+        "failures": [{"case": "fuzz/group5/decode/o (rows 3)", "index": 4, "message": "x: 1 of 9 values are wrong"}],
+    }
+    text = report.section(content)
+    assert "Seed 7: 8 of 9 cases, 1.5 s." in text
+    assert "| decode/o | 2 | 5 | 1 |\n| step | 1 | 1 | 0 |" in text
+    assert "| attention_decode | 1 | 2 | 0 |" in text
+    assert "- fuzz/group5/decode/o (rows 3): x: 1 of 9 values are wrong" in text
 
 
 def test_what_compute_sanitizer_found() -> None:
