@@ -124,14 +124,13 @@ def llm_compressor_section() -> dict[str, Any]:
     observed = {"observer": "memoryless_minmax", "observer_kwargs": {}, "dynamic": False, "block_structure": None}
     group["weights"] |= {**observed, "scale_dtype": None, "zp_dtype": None}
     group |= {"format": "pack-quantized", "output_activations": None}
-    spare: dict[str, Any] = {"kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}}
-    return {
-        **section,
-        **spare,
-        "quantization_status": "compressed",
+    spare: dict[str, Any] = {
         "global_compression_ratio": None,
-        "version": "0.19.0",
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
     }
+    return {**section, **spare, "quantization_status": "compressed", "version": "0.19.0"}
 
 
 @dataclass(frozen=True)
