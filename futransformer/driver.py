@@ -146,6 +146,13 @@ class Kernel:
             value.programmaticStreamSerializationAllowed = 1
             overlap.value = value
             attributes.append(overlap)
+        if self.spec.cooperative:
+            together = driver.CUlaunchAttribute()
+            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            value = driver.CUlaunchAttributeValue()
+            value.cooperative = 1
+            together.value = value
+            attributes.append(together)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
