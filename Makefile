@@ -1,6 +1,8 @@
 # make demo      set everything up, then write text with a real small Llama (generated kernels on a Hopper GPU, else the CPU reference)
 # make test      set everything up, then run every test that this machine can run
 # make check     lint, formatting and types
+# make coverage  which lines the tests run that need neither a GPU nor a compiler
+# make docs      the pages as a site, in site/
 # make sanitize  compute-sanitizer over every kernel, on a Hopper GPU
 # make clean     remove the virtual environment (the kernel cache: futransformer cache clear)
 #
@@ -20,7 +22,7 @@ export PROMPT
 # Of what pip says: the large downloads, the last step, and errors. It has the pipe's status, so a failure still fails.
 SHORTER := sed -un -e '/[0-9][0-9.]* [MG]B)/p' -e '/^Installing/s/:.*/ (this takes a minute or two)/p' -e '/^ERROR/p'
 
-.PHONY: setup demo test check sanitize clean
+.PHONY: setup demo test coverage check docs sanitize clean
 
 setup: $(READY)
 
@@ -38,10 +40,23 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not gpu and not compile"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --sort=cover --skip-covered
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Writes the generated pages anew; fails where a link leads nowhere, or a page is outside the navigation.
+docs: $(READY)
+	$(BIN)/python -m docs.catalogue
+	$(BIN)/python -m docs.api
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "==> site/index.html"
 
 SANITIZED := .sanitize
 

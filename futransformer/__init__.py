@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Llama", "SamplingParams", "__version__", "load_config", "load_kernels"]
 
+# What the extra [models] brings, by the names of modules.
+MODELS_PACKAGES = ("cuda", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 _HOMES = {
     "LLM": "futransformer.llm",
     "Llama": "futransformer.model",
@@ -34,4 +36,14 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for by name."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in MODELS_PACKAGES:
+            raise
+        raise ModuleNotFoundError(f"futransformer.{name} {models_remedy(error)}", name=error.name) from None
+
+
+def models_remedy(error: ModuleNotFoundError) -> str:
+    """What is missing where the extra [models] is not installed, and the command that brings it."""
+    return f"needs {error.name}, which is not installed; run: pip install 'futransformer[models]'"

@@ -1,14 +1,15 @@
 """The generated kernels of one model and precision, loaded on a Hopper GPU, behind the Ops protocol.
 
 Kernels are found by the names of the plan's specs; nothing here knows of templates or of nvcc. Where they come from is
-``load_kernels``'s business: a folder that `futransformer build --output` wrote, or the cache, building what is missing.
+``load_kernels``'s business: a folder that `futransformer build --output` wrote, an installed wheel that `build --wheel`
+wrote, or the cache, building what is missing.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from futransformer.build.compile import BuildEvent
+from futransformer.build.installed import find_installed, mention_installed
 from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
-from futransformer.generator.plan import Plan, make_plan
+from futransformer.generator.plan import Plan, kernel_specs, make_plan
 from futransformer.generator.precision import E4M3, INT4, Element, Precision, get_precision
 from futransformer.generator.specs import KernelSpec
 from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
@@ -344,7 +346,8 @@ def load_kernels(
     """Load the kernels of a model on the current Hopper GPU.
 
     ``config`` is a LlamaConfig, a name from the table, a Hugging Face folder or a config.json. ``folder`` names an
-    export of `futransformer build --output`; without it the cache serves, and what it lacks is built with nvcc.
+    export of `futransformer build --output`. Without it an installed wheel of `build --wheel` serves if it holds all
+    kernels, else the cache, and what that lacks is built with nvcc.
     ``batch_invariant`` gives a decoded row the same bits at any batch of 1 to 8. ``mixed``: of an FP8 prefill, also the
     kernels for parts of layers that stay in BF16.
     Raises DeviceError (no Hopper GPU), ConfigError or UnsupportedError (shape or precision), ArtifactError (what is
@@ -354,7 +357,12 @@ def load_kernels(
     row = get_precision(precision)
     model = config if isinstance(config, LlamaConfig) else load_config(config)
     settings = BuildSettings.from_environment()
+    errors: AbstractContextManager[None] = nullcontext()
+    if folder is None:
+        wheel = find_installed(lambda table: kernel_specs(model, row, table, mixed=mixed), settings)
+        folder, errors = (wheel.folder, wheel.errors()) if wheel else (None, mention_installed())
     table = exported_table(folder) if folder is not None else schedule_table(settings, device.index)
     plan = make_plan(model, row, table, mixed=mixed)
-    built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
+    with errors:
+        built = load_or_build(plan.specs(), folder=folder, settings=settings, progress=progress)
     return KernelLibrary(model, row, plan, built, device, batch_invariant=batch_invariant)

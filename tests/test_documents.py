@@ -8,6 +8,7 @@ Hopper GPU. A ``text`` block that follows is what the example prints.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -173,6 +174,28 @@ def test_the_speeds_of_the_readme_are_those_that_were_measured() -> None:
         measured = {line["case"].removeprefix(f"{subject}/"): line["ratio"] for line in content["rows"]}
         said = next(line for line in readme.splitlines() if line.startswith(f"| {row}"))
         assert said.split("|")[-2].strip() == ", ".join(f"{measured[case]:.2f}" for case in cases)
+
+
+def test_the_first_table_of_the_readme_is_what_was_measured() -> None:
+    results = ROOT / "benchmarks/results/h200"
+    said = [line.strip("| ") for line in (ROOT / "README.md").read_text().splitlines()]
+    named = {"torch-fp8": "FP8", "torch-bf16": "BF16", "torch-int4": "INT4"}
+    for what, subject, case in (
+        ("a prompt of 128 tokens, FP8", "prefill_model-fp8", "8b/fp8/T=128/burst"),
+        ("a prompt of 8192 tokens, FP8", "prefill_model-fp8", "8b/fp8/T=8192/burst"),
+        ("a step of 1 sequence, INT4", "decode_step-int4-head8-kv4", "8b/int4-kv4/head=fp8/B=1/ctx=1024"),
+        ("a step of 32 sequences, INT4", "decode_step-int4-head8-kv4", "8b/int4-kv4/head=fp8/B=32/ctx=1024"),
+    ):
+        rows = json.loads((results / f"{subject}.json").read_text())["rows"]
+        (row,) = (row for row in rows if row["case"].split("/", 1)[1] == case)
+        rivals = ", ".join(
+            f"{three_digits(row['rivals'][name])} ms ({kind})" for name, kind in named.items() if name in row["rivals"]
+        )
+        assert f"{what} | {three_digits(row['ours'])} ms | {rivals} | {row['ratio']:.2f}" in said
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def test_the_table_of_models_is_that_of_the_generator() -> None:

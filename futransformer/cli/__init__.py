@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
+from futransformer import MODELS_PACKAGES, models_remedy
 from futransformer.cli import (
     bench,
     calibrate,
@@ -64,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except FuTransformerError as error:
         return _fail(str(error), 2 if isinstance(error, _REQUEST_ERRORS) else 1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in MODELS_PACKAGES:
+            raise
+        return _fail(f"this {models_remedy(error)}", 1)
     except KeyboardInterrupt as interruption:
         return _fail("; ".join(["interrupted", *map(str, interruption.args)]), 130)
     except BrokenPipeError:

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from futransformer import __version__
 from futransformer.build.compile import build_kernels
+from futransformer.build.installed import installed_kernels
 from futransformer.build.settings import BuildSettings
 from futransformer.build.toolchain import (
     INSTALL_CUTLASS,
@@ -85,6 +87,7 @@ def examine(settings: BuildSettings) -> tuple[Check, ...]:
         ("cache folder", "build", _cache_folder),
         ("disk space", "build", _disk_space),
         ("trial compilation", "build", _trial),
+        ("wheels of kernels", "run", _wheels),
         ("torch", "run", _torch),
         ("cuda-python", "run", _cuda_python),
         ("NVIDIA driver", "run", _driver),
@@ -240,6 +243,15 @@ def _trial(settings: BuildSettings) -> str:
             words, _, _ = str(error).partition("\nThe full log: ")  # which goes with the temporary folder
             raise _MissingError(words, "if nvcc refuses the host compiler, name another in NVCC_CCBIN") from None
     return f"sm_90a cubin in {record.compile_seconds:.1f} s"
+
+
+def _wheels(_: BuildSettings) -> str:
+    wheels = [
+        f"{wheel.name} {wheel.version}"
+        + ("" if wheel.serves_this_version else f", not for this version, {__version__}")
+        for wheel in installed_kernels()
+    ]
+    return "\n".join(wheels) or "none installed: kernels come from the cache, or from an export"
 
 
 def _torch(_: BuildSettings) -> str:

@@ -16,6 +16,7 @@ from futransformer.build.export import export
 from futransformer.build.manifest import KernelRecord, ModelManifest
 from futransformer.build.nvcc import nvcc_options
 from futransformer.build.settings import BuildSettings
+from futransformer.build.wheel import write_wheel
 from futransformer.cli.table import megabytes
 from futransformer.cli.table import table as text_table
 from futransformer.generator.config import CONFIGS, LlamaConfig, load_config
@@ -54,6 +55,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     build.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="also export cubins and manifest, for a machine without nvcc"
     )
+    build.add_argument("--wheel", type=Path, metavar="DIR", help="also write them there as a wheel that pip installs")
     build.add_argument(
         "--jobs", type=int, metavar="N", help="compilers at once (default: as cores and free memory allow)"
     )
@@ -116,8 +118,9 @@ def _build(args: argparse.Namespace) -> int:
     start = time.monotonic()
     records = build_kernels(specs, settings=settings, progress=progress)
     seconds = time.monotonic() - start
+    manifest = ModelManifest(config.name, args.precision, records, recorded(table))
+    wheel = write_wheel(manifest, args.wheel) if args.wheel else None
     if args.output:
-        manifest = ModelManifest(config.name, args.precision, records, recorded(table))
         records = export(manifest, args.output).kernels
     compiled = sum(not event.cached for event in events)
     if args.json:
@@ -127,6 +130,7 @@ def _build(args: argparse.Namespace) -> int:
                     "config": config.name,
                     "precision": args.precision,
                     "output": str(args.output) if args.output else None,
+                    "wheel": str(wheel) if wheel else None,
                     "cache": str(settings.cache_root),
                     "seconds": round(seconds, 3),
                     "compiled": compiled,
@@ -140,6 +144,8 @@ def _build(args: argparse.Namespace) -> int:
     print(text_table(header, [_row(spec, record) for spec, record in zip(specs, records, strict=True)]))
     where = args.output or settings.cache_root
     print(f"{len(records)} kernels of {config.name} ({args.precision}) in {where}: {compiled} built, {seconds:.1f} s")
+    if wheel:
+        print(f"{wheel}, {megabytes(wheel.stat().st_size)}: pip install it where they are to run")
     return 0
 
 

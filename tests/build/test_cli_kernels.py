@@ -333,7 +333,7 @@ def test_doctor_goes_on_past_what_the_system_refuses(
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["host compiler"]["detail"] == f"{garbage} does not run: Exec format error"
     assert checks["trial compilation"]["detail"].startswith("cannot be examined: ")
-    assert len(checks) == 12
+    assert len(checks) == 13
 
 
 class Driver(ModuleType):

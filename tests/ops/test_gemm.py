@@ -297,6 +297,65 @@ def test_row_scale_of_an_earlier_tile_is_not_reused(gpu_ops: Callable[[str], Ker
     assert worst <= 1.1 * rounding
 
 
+class OneSign:
+    """down of codes between 1 and 2 alone, so that every product cut off is missing from its sum."""
+
+    def __init__(self, ops: KernelLibrary) -> None:
+        generator = torch.Generator(ops.device).manual_seed(6)
+        self.ops, (n, self.k) = ops, projections(ops.config)["down"]
+
+        def codes(rows: int) -> Tensor:
+            return (1 + torch.rand(rows, self.k, generator=generator, device=ops.device)).to(torch.float8_e4m3fn)
+
+        self.x, self.weight = codes(17), codes(n)
+        self.exact = self.x.double() @ self.weight.double().T / self.k
+
+    def run(self) -> float:
+        """The largest part of a sum that is lost."""
+        ops = self.ops
+        residual = torch.zeros_like(self.exact, dtype=torch.bfloat16)
+        per_row = len(self.weight) if ops.precision.weight_scales == "channel" else 1
+        scale = ops.pack_scale("down", torch.full((per_row,), 1 / self.k, device=ops.device))
+        fp8 = fp8_output(torch.ones(1, device=ops.device))
+        weight = ops.pack("down", "prefill", self.weight)
+        stream = ops.down("prefill", self.x, weight, residual, scale=scale, fp8=fp8)
+        assert stream.residual is not None
+        return self.lost(stream.residual)
+
+    def lost(self, sums: Tensor) -> float:
+        """The largest part of a sum that ``sums`` lack; none of them is too large."""
+        missing = (self.exact - sums.double()) / self.exact
+        assert missing.min() >= -(2.0**-8)
+        return float(missing.max())
+
+
+# Each product loses less than 2^-13 of its part's sum, and so does the sum with each of the part's four instructions.
+MOST_OF_PROMOTED = (128 + 4) * 2.0**-13 + 2.0**-8  # and the rounding to BF16
+
+
+@pytest.mark.gpu
+def test_fast_sums_of_one_sign_lose_what_pytorchs_lose(gpu_ops: Callable[[str], KernelLibrary]) -> None:
+    """K = 14336, the two-times rule."""
+    problem = OneSign(gpu_ops("llama-3.1-8b-fp8"))
+    one = torch.ones((), device=problem.ops.device)
+    theirs = torch._scaled_mm(problem.x, problem.weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    assert problem.run() <= 2 * problem.lost(theirs.double() / problem.k) + 2.0**-8
+
+
+@pytest.mark.gpu
+def test_promoted_sums_of_one_sign_lose_little(gpu_ops: Callable[[str], KernelLibrary]) -> None:
+    assert OneSign(gpu_ops("odd-fp8")).run() <= MOST_OF_PROMOTED
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-promoted"])
+def test_the_check_of_sums_of_one_sign_on_the_stand_in(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Whose sums are exact; of half of the products missing it takes notice."""
+    problem = OneSign(stand_in_library(TINY, monkeypatch, precision=precision))
+    assert problem.run() <= 2.0**-8
+    problem.x[:, ::2] = 0
+    assert problem.run() > MOST_OF_PROMOTED
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 65, 100])
 @pytest.mark.parametrize("op", ["qkv", "o", "gate_up", "down", "lm_head"])

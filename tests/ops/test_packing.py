@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.config import load_config
-from futransformer.generator.errors import InputError, UnsupportedError
+from futransformer.generator.errors import ConfigError, InputError, UnsupportedError
+from futransformer.generator.heuristics import decode_gemm_spec
 from futransformer.generator.int4 import packed_group, unit_bytes
 from futransformer.generator.plan import make_plan, projections
-from futransformer.generator.precision import CHANNEL, GROUP_SIZES
+from futransformer.generator.precision import CHANNEL, GROUP_SIZES, get_precision
 from futransformer.ops.interface import Projection
 from futransformer.packing import (
     pack_decode,
@@ -28,7 +30,7 @@ from futransformer.packing import (
     unpack_prefill,
 )
 from futransformer.quantize.fp8 import Fp8Weight
-from futransformer.quantize.int4 import Int4Weight
+from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 
 OPS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 PACKINGS = {"prefill": (pack_prefill, unpack_prefill), "decode": (pack_decode, unpack_decode)}
@@ -205,6 +207,24 @@ def test_int4_unpacking_is_the_exact_inverse(k: int, group_size: int, zero_point
 )
 def test_the_packed_group_divides_the_logical_one_and_k(k: int, group_size: int, group_k: int) -> None:
     assert packed_group(k, group_size) == group_k
+
+
+@pytest.mark.parametrize("k", [576, 7392, 10944])
+@pytest.mark.parametrize("groups", ["-g32", "-g64", "", "-g256", "-channel"])
+def test_lengths_of_k_that_end_in_a_part_of_a_group(k: int, groups: str) -> None:
+    """Each has a kernel at every batch that reads what is packed, and loses no code; a model of 7392 is refused."""
+    precision = get_precision(f"int4{groups}")
+    size = precision.group_size
+    weight = round_to_nearest("down", torch.randn(1056, k, generator=torch.Generator().manual_seed(k)), size)
+    packed = pack_int4("down", weight)
+    assert torch.equal(unpack_int4("down", packed, 1056, size).dequantise(), weight.dequantise())
+    for batch in (4, 8, 16, 32, 64):
+        assert decode_gemm_spec("down", 1056, k, batch, precision, None, None).weight_shape == packed.shape
+    if k % 64:
+        with pytest.raises(
+            ConfigError, match="intermediate_size 7392 is not supported; kernels exist for multiples of"
+        ):
+            replace(load_config("smollm2-135m"), intermediate_size=k)
 
 
 def test_int4_weights_that_no_kernel_reads_are_refused() -> None:
