@@ -12,14 +12,16 @@ A step either gives logits to its caller, or chooses greedily, or is one of a *g
 ``sampling`` says, and the rows whose text ends lose their sequence, on the device (``stops``, see Ops.end_step).
 
 A graph is captured when a step of the same shape and kind runs for the second time: the first allocates the
-workspaces. Eager steps and replays launch the same kernels with the same arguments, so they give the same bits. Shapes
-are few: the pages that attention is launched for come in ``page_bucket`` steps.
+workspaces. All graphs share one pool of memory: logits are valid until the next step or pass. Eager steps and replays
+launch the same kernels with the same arguments, so they give the same bits. Shapes are few: the pages that attention is
+launched for come in ``page_bucket`` steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from futransformer.blocks import DecodePass
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.graphs import capture
+from futransformer.graphs import Captured, GraphPool
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.ops.interface import Ops, StepRows, Stops
 from futransformer.sampling import Sampling, SamplingRows
@@ -43,7 +45,9 @@ Kind = Literal["greedy", "logits", "generation", "sampled generation"]
 class DecodeStep:
     """The step of a batch of ``batch`` sequences of at most ``width`` pages."""
 
-    def __init__(self, ops: Ops, forward: Forward, batch: int, width: int, vocab_size: int) -> None:
+    def __init__(
+        self, ops: Ops, forward: Forward, batch: int, width: int, vocab_size: int, pool: GraphPool | None = None
+    ) -> None:
         """``forward`` runs the model on one token a sequence, and leaves the next ones in their place."""
 
         def rows(dtype: torch.dtype = torch.int32) -> Tensor:
@@ -51,6 +55,7 @@ class DecodeStep:
 
         self.ops = ops
         self.forward = forward
+        self.pool = GraphPool() if pool is None else pool
         self.tokens = rows()
         self.lengths = rows()
         self.block_table = torch.zeros(batch, width, dtype=torch.int32, device=ops.device)
@@ -65,7 +70,7 @@ class DecodeStep:
         self.sampling: SamplingRows | None = None  # of this generation
         self._sampling: SamplingRows | None = None  # of any: its tensors stay where graphs read them
         # by pages and kind; None: has run eagerly
-        self._graphs: dict[tuple[int, Kind], tuple[torch.cuda.CUDAGraph, Tensor | None] | None] = {}
+        self._graphs: dict[tuple[int, Kind], Captured | None] = {}
 
     def load(self, sequences: Sequence[CachedSequence], cache: KVCache) -> None:
         """Put the sequences' lengths and pages on the device."""
@@ -97,36 +102,62 @@ class DecodeStep:
         self.sampling = self._sampling
 
     def run(self, longest: int, *, logits: bool) -> Tensor | None:
-        """One step; ``logits`` [B, vocab_size] if asked for, valid until the next. ``longest`` is the longest length
-        after the step.
+        """One step; ``logits`` [B, vocab_size] if asked for, valid until the next step or pass. ``longest`` is the
+        longest length after the step.
         """
         return self._launch(longest, "logits" if logits else "greedy")
 
-    def run_generation(self, longest: int) -> None:
-        """One step of a generation, of which the host need know nothing."""
-        self._launch(longest, "generation" if self.sampling is None else "sampled generation")
+    def warm_up(self, *, logits: bool) -> None:
+        """Capture the step of all ``width`` pages, on no sequence: nothing is written or attended."""
+        self.tokens.zero_()
+        self.lengths.fill_(-1)
+        self.block_table.fill_(-1)
+        for _ in range(2):
+            self.run(self.block_table.shape[1] * PAGE_SIZE, logits=logits)
+
+    def run_generation(self, longest: int, count: int = 1) -> None:
+        """So many steps of a generation, of which the host need know nothing; ``longest`` is after the first."""
+        kind: Kind = "generation" if self.sampling is None else "sampled generation"
+        end = longest + count
+        while longest < end:
+            pages = self._pages(longest)
+            captured = self._graphs.get((pages, kind)) if self.ops.capturable else None
+            if captured is None:
+                self._launch(longest, kind)
+                longest += 1
+                continue
+            replay = captured[0].replay
+            alike = end - longest
+            if pages < self.block_table.shape[1]:
+                alike = min(alike, pages * PAGE_SIZE - longest + 1)
+            for _ in range(alike):
+                replay()
+            longest += alike
 
     def end(self) -> None:
         """Take the tokens that were chosen: note them, and let the rows go whose text ends with them."""
         self.ops.end_step(self.tokens, self.lengths, self.stops)
 
     def _launch(self, longest: int, kind: Kind) -> Tensor | None:
-        pages = min(page_bucket(pages_for(longest)), self.block_table.shape[1])
+        pages = self._pages(longest)
         if not self.ops.capturable or (pages, kind) not in self._graphs:
             self._graphs.setdefault((pages, kind), None)
             return self._run(pages, kind)
         captured = self._graphs[pages, kind]
         if captured is None:
             captured = self._graphs[pages, kind] = self._capture(pages, kind)
+            if captured is None:
+                return self._run(pages, kind)
         graph, found = captured
         graph.replay()
         return found
 
-    def _capture(self, pages: int, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph):
-            found = self._run(pages, kind)
-        return graph, found
+    def _pages(self, longest: int) -> int:
+        """Pages a sequence that attention is launched for."""
+        return min(page_bucket(pages_for(longest)), self.block_table.shape[1])
+
+    def _capture(self, pages: int, kind: Kind) -> Captured | None:
+        return self.pool.record(partial(self._run, pages, kind))
 
     def _run(self, pages: int, kind: Kind) -> Tensor | None:
         self.ops.begin_step(self.rows)

@@ -109,9 +109,8 @@ class Generation:
 
     def _queue(self, step: DecodeStep, count: int) -> None:
         longest = max(len(self.prompts[index]) for index in self._rows)
-        for _ in range(count):
-            step.run_generation(longest + self._given)
-            self._given += 1
+        step.run_generation(longest + self._given, count)
+        self._given += count
         self._note(step, count)
 
     def _note(self, step: DecodeStep, count: int) -> None:

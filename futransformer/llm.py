@@ -42,13 +42,15 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        warm_up_seconds: float = 0,
         **options: Any,
     ) -> None:
         """Load a Hugging Face folder: on generated kernels where there is a Hopper GPU, else on the CPU reference; by
         default in the precision that a folder of ours names, else in BF16.
 
         The cache has ``num_pages`` pages of 64 tokens; by default as many as fit into ``gpu_memory_utilization`` of the
-        GPU's memory beside the weights, and on the CPU room for 16,384 tokens. ``options`` are those of
+        GPU's memory beside the weights, and on the CPU room for 16,384 tokens. On a GPU ``warm_up_seconds`` go into
+        graphs that the first requests would otherwise capture. ``options`` are those of
         ``Llama.from_pretrained`` (kernels, device, progress, recipe, batch_invariant, ...), the others those of
         ``Engine``.
         """
@@ -67,6 +69,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
+        if warm_up_seconds > 0:
+            self.engine.warm_up(warm_up_seconds, options.get("progress"))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params | None = None

@@ -38,11 +38,12 @@ from futransformer.generator.errors import CheckpointError, InputError
 from futransformer.generator.kv_format import KvFormat
 from futransformer.generator.precision import E4M3, Precision, get_precision
 from futransformer.generator.specs import PAGE_SIZE
+from futransformer.graphs import GraphPool
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
 from futransformer.ops.interface import Ops, Stream
 from futransformer.ops.validate import DTYPES
-from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PrefillGraphs
+from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PassShape, PrefillGraphs
 from futransformer.quantize.description import check_sums, named_precision
 from futransformer.quantize.folder import read_recipe
 from futransformer.quantize.recipe import Fp8Recipe
@@ -91,7 +92,8 @@ class Llama:
         self.max_rows = max_rows
         self.scaling = scaling
         self.sequences: list[CachedSequence] = []
-        self._short_passes = PrefillGraphs(self._prefill_logits, cache.device)
+        self.graph_pool = GraphPool()
+        self._short_passes = PrefillGraphs(self._prefill_logits, cache.device, self.graph_pool)
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
         self._room = 0  # decode steps until a sequence needs a page
@@ -351,8 +353,18 @@ class Llama:
         """The step of any ``batch`` sequences of at most ``width`` pages: whoever runs it loads its state first."""
         shape = batch, width
         if shape not in self._steps:
-            self._steps[shape] = DecodeStep(self.ops, self._decode_tokens, *shape, self.config.vocab_size)
+            vocab_size, pool = self.config.vocab_size, self.graph_pool
+            self._steps[shape] = DecodeStep(self.ops, self._decode_tokens, *shape, vocab_size, pool)
         return self._steps[shape]
+
+    def warm_up_step(self, batch: int, width: int, *, logits: bool) -> None:
+        """Capture the step of ``batch`` sequences of ``width`` pages before it comes."""
+        self._step = None
+        self.decode_step(batch, width).warm_up(logits=logits)
+
+    def warm_up_pass(self, shape: PassShape) -> None:
+        """Capture a short pass of a padded shape before it comes."""
+        self._short_passes.warm_up(shape)
 
     def _decode_tokens(
         self, tokens: Tensor, rows: DecodePass, logits: bool, sampling: SamplingRows | None = None

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from futransformer.blocks import PrefillPass
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.graphs import capture
+from futransformer.graphs import Captured, GraphPool
 from futransformer.kv_cache import CachedSequence, page_bucket, pages_for, token_slots
 
 CAPTURED_ROWS = 512  # an 8B layer of more rows keeps the device busy for longer than the host takes to launch it
@@ -149,38 +150,51 @@ Forward = Callable[[PassInputs, PrefillPass], Tensor]  # launches a pass -> floa
 
 
 class PrefillGraphs:
-    """Short passes of one model. One graph runs at a time, so all of them share one pool of memory."""
+    """Short passes of one model."""
 
-    def __init__(self, forward: Forward, device: torch.device) -> None:
-        """``forward`` runs the model on one pass."""
+    def __init__(self, forward: Forward, device: torch.device, pool: GraphPool | None = None) -> None:
+        """``forward`` runs the model on one pass; graphs share ``pool``."""
         self.forward = forward
         self.device = device
+        self.pool = GraphPool() if pool is None else pool
         self._buffers: dict[PassShape, Tensor] = {}
-        self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: Any = None
+        self._graphs: dict[PassShape, Captured] = {}
 
     def run(self, rows: HostPass) -> Tensor:
-        """Logits of the rows that end a prompt, [E, vocab_size], valid until the next pass."""
-        shape, known = rows.shape.padded(), True
-        if shape not in self._buffers:
-            known = False
-            self._buffers[shape] = torch.empty(sum(shape.extents), dtype=torch.int32, device=self.device)
+        """Logits of the rows that end a prompt, [E, vocab_size], valid until the next pass or step."""
+        shape = rows.shape.padded()
         host = rows.buffer(shape, pinned=self.device.type == "cuda")
+        return self._launch(shape, host)[: len(rows.ends)]
+
+    def warm_up(self, shape: PassShape) -> None:
+        """Capture a padded shape: a pass of one sequence, whose rows are no tokens and write nothing."""
+        host = torch.zeros(sum(shape.extents), dtype=torch.int32)
+        inputs = PassInputs.of(host, shape)
+        inputs.slots.fill_(-1)
+        inputs.tokens.fill_(-1)
+        inputs.cu_seqlens_q[1:] = shape.rows
+        inputs.seqlens_k[0] = shape.rows
+        for _ in range(2):
+            self._launch(shape, host)
+
+    def _launch(self, shape: PassShape, host: Tensor) -> Tensor:
+        known = shape in self._buffers
+        if not known:
+            self._buffers[shape] = torch.empty(sum(shape.extents), dtype=torch.int32, device=self.device)
         self._buffers[shape].copy_(host, non_blocking=True)
         if not known:
-            return self._run(shape)[: len(rows.ends)]  # loads and allocates what a capture must not
-        if shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape)
-        graph, logits = self._graphs[shape]
+            return self._run(shape)  # loads and allocates what a capture must not
+        captured = self._graphs.get(shape) or self._capture(shape)
+        if captured is None:
+            return self._run(shape)
+        self._graphs[shape] = captured
+        graph, logits = captured
         graph.replay()
-        return logits[: len(rows.ends)]
+        assert logits is not None
+        return logits
 
-    def _capture(self, shape: PassShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph, self._pool):
-            logits = self._run(shape)
-        self._pool = graph.pool()
-        return graph, logits
+    def _capture(self, shape: PassShape) -> Captured | None:
+        return self.pool.record(partial(self._run, shape))
 
     def _run(self, shape: PassShape) -> Tensor:
         inputs = PassInputs.of(self._buffers[shape], shape)

@@ -6,8 +6,9 @@ same pages. Each row's choice is what a step of its own would choose if all draf
 compared from the front, and the first that is not takes the place of its draft. Sampled tokens are a function of
 logits, seed and position (futransformer.sampling), so they are speculated in the same way.
 
-A row has the bits of a step of its own where rows do not depend on their batch (``batch_invariant``, up to eight rows;
-always on the reference): then texts are the same. Otherwise they may part where two tokens are nearly tied.
+A row has the bits of a step of its own where rows do not depend on their batch (``batch_invariant``, up to eight rows):
+then texts are the same. Otherwise, and on the CPU reference, whose products PyTorch may add up in another order for
+another number of rows, they may part where two tokens are nearly tied.
 
 A draft ends with the page of the newest token: attention reads the pages before a row's last ahead of its turn
 (docs/notebook/decode_chain.md), so nothing there may be written in the same step. What wrong drafts have left in the

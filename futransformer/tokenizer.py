@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
 from futransformer.generator.errors import CheckpointError, InputError
 
+OPEN = 16  # tokens without a character, of which the first are given up: the backend decodes them with every token
 CONTEXT = 8  # tokens before a text that are decoded with it: no character or word of a tokenizer is longer
 
 
@@ -46,6 +48,12 @@ class Tokenizer:
                 "write a tokenizer.json with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         return backend
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that have no text unless it is asked for."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, each in added.items() if each.special)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of the text as it stands; nothing is added."""
@@ -122,6 +130,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend
         self._skip = skip_special_tokens
+        self._silent = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream = self._begin(list(context[-CONTEXT:]))
         self._tokens: list[int] = []
         self._open: list[int] = []  # tokens since the last piece
@@ -134,6 +143,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """Return the text that this token completes; empty inside a character of several tokens."""
         self._tokens.append(token)
+        if token in self._silent:
+            return ""
         try:
             piece: str | None = self._stream.step(self._backend, token)
         except Exception:  # what was shown is no beginning of what its tokens give with this one: go on behind it
@@ -141,14 +152,33 @@ class TextStream:
             piece = self._stream.step(self._backend, token)
         if piece is None:
             self._open.append(token)
-            return ""
+            return self._give_up() if len(self._open) % OPEN == 0 else ""
         if self._open:
             self._open.clear()
         return piece
 
+    def _give_up(self) -> str:
+        """Text of the open tokens but the last few, which may become a character; empty if it cannot be cut there."""
+        whole = self._decode(self._open)
+        for count in range(4, CONTEXT):  # a character has at most four bytes
+            shown, kept = self._open[:-count], self._open[-count:]
+            text = self._decode(shown)
+            if text + self._decode(kept) == whole:
+                self._stream, self._open = self._begin(shown[-CONTEXT:]), []
+                for token in kept:
+                    piece: str | None = self._stream.step(self._backend, token)
+                    self._open = [*self._open, token] if piece is None else []
+                    text += piece or ""
+                return text
+        return ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._backend.decode(tokens, skip_special_tokens=self._skip)
+        return text
+
     def rest(self) -> str:
         """Return what ``add`` has held back, at the end: a character that was never completed."""
-        text: str = self._backend.decode(self._open, skip_special_tokens=self._skip)
+        text = self._decode(self._open)
         self._open.clear()
         return text
 

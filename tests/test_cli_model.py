@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import futransformer
 from futransformer import small_model as small_model_module
 from futransformer.cli import main
+from futransformer.decode_step import DecodeStep
 from futransformer.driver import hopper_problem
 from futransformer.model import Llama
 from futransformer.sampling import Sampling
-from futransformer.tokenizer import TextStream, Tokenizer
+from futransformer.tokenizer import OPEN, TextStream, Tokenizer
 
 Output = pytest.CaptureFixture[str]
 
@@ -98,6 +100,31 @@ def test_run_samples_by_a_seed(tiny_base_model: Path, capsys: Output) -> None:
     assert texts == expected
     assert texts[0] != texts[2]
     assert "sampling: top_p must be above 0 and at most 1, not 2.0" in failure(capsys, *run, "--top-p", 2)
+
+
+@pytest.mark.parametrize(("new", "options"), [(40, ()), (12, ("--temperature", 0.8, "--seed", 3))])
+def test_run_speculates(
+    tiny_base_model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, new: int, options: Any
+) -> None:
+    """The same text in fewer steps, for it repeats itself; what cannot be is refused before the model is loaded."""
+    prompt = "one two three one two three one two"
+    run = ("run", tiny_base_model, "--prompt", prompt, "--max-new-tokens", new, "--reference", "--json", *options)
+    steps = 0
+    launch = DecodeStep._launch
+
+    def counted(step: DecodeStep, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return launch(step, *arguments)
+
+    monkeypatch.setattr(DecodeStep, "_launch", counted)
+    plain, alone = run_json(capsys, *run)["tokens"], steps
+    steps = 0
+    assert run_json(capsys, *run, "--speculate", 5)["tokens"] == plain
+    assert steps <= alone if options else steps < alone
+    monkeypatch.setattr(Llama, "from_pretrained", None)
+    assert "speculate takes 1 to 7 tokens ahead" in failure(capsys, *run, "--speculate", 8)
+    assert "cannot penalise repetition" in failure(capsys, *run, "--speculate", 4, "--repetition-penalty", 1.1)
 
 
 def test_run_reports_json(tiny_base_model: Path, capsys: Output) -> None:
@@ -190,6 +217,26 @@ def test_a_stream_in_pieces_is_the_text_of_all_tokens(tiny_base_model: Path) -> 
         tokens = generator.integers(0, 258, 40).tolist()
         stream = TextStream(tokenizer)
         assert "".join(stream.add(token) for token in tokens) + stream.rest() == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *([[256] * 100, [0x80] * 100, [0xE2] * 100, [0xE2, 0x82] * 50, [0xC3] * 15 + [0xA9] * 2 + [0x9D] * 40]),
+        [0xF0, 0x9D, 256, 0x84, 256, 256, 0x9E, *([256] * 40), 0x41],  # a character around tokens that have no text
+        [*([300] * 60), 0x41, *([300] * 60)],  # beyond the vocabulary, as a model's may be padded
+    ],
+)
+def test_tokens_that_make_no_character_are_not_decoded_again_and_again(
+    tiny_base_model: Path, tokens: list[int]
+) -> None:
+    """Or a text of them would cost more with every token, and a step of an engine with it."""
+    tokenizer = Tokenizer(tiny_base_model)
+    stream, pieces = TextStream(tokenizer), []
+    for token in tokens:
+        pieces.append(stream.add(token))
+        assert len(stream._open) < OPEN
+    assert "".join(pieces) + stream.rest() == tokenizer.decode(tokens)
 
 
 def test_a_stream_goes_on_from_what_stands_before_it(tiny_base_model: Path) -> None:

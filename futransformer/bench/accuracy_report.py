@@ -16,7 +16,8 @@ from typing import Any
 
 from futransformer.bench import accuracy_plots
 from futransformer.bench.case import Row
-from futransformer.bench.report import accuracy_section, line, provenance
+from futransformer.bench.check_tables import line
+from futransformer.bench.report import accuracy_section, provenance
 
 PAGE, PLOTS = "accuracy.md", "accuracy"
 INTRODUCTION = "# Accuracy\n"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +44,7 @@ LEAST_SECONDS = 0.2  # of a regime; the harness takes its minimum number of turn
 
 Say = Callable[[str], None]
 AnyCase = Case | HostCase
+Found = TypeVar("Found")
 
 
 class Bench:
@@ -65,6 +67,7 @@ class Bench:
         self.tuned = tuned
         self.kernels = kernels
         self._libraries: dict[tuple[str, str, bool], KernelLibrary] = {}
+        self._found: dict[str, Any] = {}
 
     @property
     def ceilings(self) -> Ceilings:
@@ -86,6 +89,13 @@ class Bench:
                 shape_config(shape), precision, folder=folder, batch_invariant=batch_invariant
             )
         return self._libraries[key]
+
+    def once(self, name: str, measure: Callable[[], Found]) -> Found:
+        """What ``measure`` finds, measured for the first case of a run that asks by this name."""
+        if name not in self._found:
+            self._found[name] = measure()
+        found: Found = self._found[name]
+        return found
 
 
 @dataclass
@@ -146,7 +156,7 @@ def run_cases(
             outcome.failed = True
             outcome.notes.append(f"{case.name}: failed: {_first_line(error)}")
             say(outcome.notes[-1])
-        _free(bench.device)
+        free(bench.device)
         save(outcome)
         say(f"[{index + 1} of {len(cases)} took {now() - start:.1f} s]")
     return outcome
@@ -277,8 +287,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _free(device: torch.device) -> None:
-    """Give the case's memory back, and forget what was compiled for it."""
+def free(device: torch.device) -> None:
+    """Give a case's memory back, and forget what was compiled for it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="talk to a model in the terminal",
         description=f"Talk to a model with a chat template, a message a line. {HELP}.",
     )
-    add_engine(parser, most=1)
+    add_engine(parser, most=1, warm_up=0)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="of an answer (default: what fits)")
     for name, kind, what in (

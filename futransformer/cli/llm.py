@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from futransformer.llm import LLM
 
 
-def add_engine(parser: argparse.ArgumentParser, *, most: int) -> None:
-    """Add MODEL, what it computes in, and the engine's options; ``most`` sequences at a time by default."""
+def add_engine(parser: argparse.ArgumentParser, *, most: int, warm_up: float) -> None:
+    """Add MODEL, what it computes in, and the engine's options; ``most`` sequences at a time by default, after
+    ``warm_up`` seconds.
+    """
     add_model(parser, json=False)
     add_precision(parser, scales=False)
     parser.add_argument(
@@ -39,6 +42,14 @@ def add_engine(parser: argparse.ArgumentParser, *, most: int) -> None:
         metavar="FRACTION",
         help="of the GPU's memory, weights included, where --num-pages is not given (default: 0.9)",
     )
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=warm_up,
+        metavar="SECONDS",
+        help="for capturing graphs before the first request, on a GPU, at most; the others are captured when they are "
+        f"needed (default: {warm_up:g})",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="for samples whose request names none")
 
 
@@ -49,6 +60,8 @@ def load_llm(args: argparse.Namespace, folder: Path) -> LLM:
 
     if args.num_pages is not None and args.num_pages < 1:
         raise InputError(f"--num-pages must be at least 1, not {args.num_pages}")
+    if not 0 <= args.warm_up < math.inf:  # nor NaN
+        raise InputError(f"--warm-up must be at least 0, and finite, not {args.warm_up}")
     options: dict[str, Any] = {"device": "cpu"} if args.reference else {}
     problem = hopper_problem()
     if args.kernels is not None and not args.reference and problem is not None:
@@ -67,6 +80,9 @@ def load_llm(args: argparse.Namespace, folder: Path) -> LLM:
         **options,
     )
     engine = llm.engine
+    if args.warm_up and engine.model.ops.capturable:
+        warmed = engine.warm_up(args.warm_up, say)
+        say(f"captured {warmed.captured} of {warmed.shapes} shapes in {warmed.seconds:.1f} s")
     say(
         f"{engine.model.config.name} on: {engine.model.ops.describe()}; {engine.stats().num_pages} pages of 64 tokens, "
         f"texts of up to {engine.max_model_len}"

@@ -52,6 +52,14 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="answer through the model's chat template, or continue the text (default: chat if there is a template)",
     )
     _add_sampling(run)
+    run.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="K",
+        help="try up to K tokens ahead, those that followed the last ones before: fewer steps where the text repeats "
+        "what stands in it or in the prompt (1 to 7; default: 0, none)",
+    )
     run.set_defaults(handler=_run)
 
 
@@ -114,6 +122,10 @@ def _run(args: argparse.Namespace) -> int:
     from futransformer.tokenizer import TextStream, Tokenizer  # noqa: PLC0415 - see futransformer.cli
 
     sampling = _sampling(args)
+    if args.speculate:
+        from futransformer.speculation import check_drafts  # noqa: PLC0415
+
+        check_drafts(args.speculate, [sampling])
     text = args.prompt if args.prompt_file is None else _prompt_of(args.prompt_file)
     tokenizer = Tokenizer(model_folder(args.model))
     choose_precision(args, tokenizer.folder)
@@ -130,7 +142,9 @@ def _run(args: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
 
     start = time.perf_counter()
-    (tokens,) = model.generate([prompt], args.max_new_tokens, on_token=show, sampling=sampling)
+    (tokens,) = model.generate(
+        [prompt], args.max_new_tokens, on_token=show, sampling=sampling, speculate=args.speculate
+    )
     seconds = time.perf_counter() - start
     if not args.json:
         print(stream.rest())

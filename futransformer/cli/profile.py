@@ -35,6 +35,8 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser.add_argument("--kernels", type=Path, metavar="DIR", help="kernels that `futransformer build -o` exported")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, a PNG")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--output", type=Path, metavar="RESULTS", help="add to the results that `bench report` tells")
+    parser.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
     parser.set_defaults(handler=_profile)
 
 
@@ -56,8 +58,16 @@ def _profile(args: argparse.Namespace) -> int:
     ops = load_kernels(config, precision, folder=args.kernels)
     print(f"{config.name} on: {ops.describe()}", file=sys.stderr)
     harness = Harness(CudaClock())
-    read_tbps = measure_ceilings(harness, ops.device).read_tbps
-    found = profile_step(config, ops, precision.name, args.batch, args.context, harness, read_tbps, sampled=args.sample)
+    ceilings = measure_ceilings(harness, ops.device)
+    step = args.batch, args.context
+    found = profile_step(config, ops, precision.name, *step, harness, ceilings.read_tbps, sampled=args.sample)
+    if args.output is not None:
+        from futransformer.bench import profile_table, results  # noqa: PLC0415
+
+        rows = profile_table.rows_of(found, config.name, *step)
+        where = results.environment(args.commit)
+        content = results.document(profile_table.SUBJECT, where, rows, precision=precision.name, ceilings=ceilings)
+        print(results.merge(args.output, content), file=sys.stderr)
     if args.plot is not None:
         from futransformer.bench.profile_picture import draw  # noqa: PLC0415
 
@@ -73,30 +83,10 @@ def as_json(profile: StepProfile) -> dict[str, Any]:
 
 def as_text(profile: StepProfile) -> str:
     """A table of the stages, and what the whole says beside their sum."""
-    step = profile.step_seconds
-    rows = []
-    for stage in profile.stages:
-        memory = f"{profile.percent(stage.bytes, stage.seconds):.0f}{'*' * stage.from_l2}" if stage.bytes else ""
-        rows.append(
-            [
-                stage.name,
-                str(stage.launches),
-                f"{stage.bytes / 1e6:.1f}" if stage.bytes else "",
-                f"{1e6 * stage.seconds / stage.launches:.1f}",
-                f"{1e6 * stage.seconds:.1f}",
-                memory,
-                f"{100 * stage.seconds / step:.1f}",
-            ]
-        )
-    whole = [("each by itself, added up", profile.sum_seconds), ("the step as it runs", step)]
-    if profile.apart_seconds is not None:
-        whole.append(("the step, launches apart", profile.apart_seconds))
-    for name, seconds in whole:
-        share = profile.percent(profile.step_bytes, seconds), 100 * seconds / step
-        figures = f"{profile.step_bytes / 1e6:.1f}", "", f"{1e6 * seconds:.1f}", f"{share[0]:.0f}", f"{share[1]:.1f}"
-        rows.append([name, "", *figures])
-    header = ["stage", "launches", "MB", "us each", "us", "% of memory", "% of the step"]
-    hidden = 1e6 * (profile.sum_seconds - step)
+    from futransformer.bench.profile_table import FROM_L2, HEADER, cells, rows_of  # noqa: PLC0415 - see futransformer.cli
+
+    rows = [cells(row) for row in rows_of(profile, "", 0, 0)]
+    hidden = 1e6 * (profile.sum_seconds - profile.step_seconds)
     says = f"hides {hidden:.0f} us of the sum" if hidden > 0 else f"makes the step {-hidden:.0f} us longer than the sum"
     notes = [
         "",
@@ -104,5 +94,5 @@ def as_text(profile: StepProfile) -> str:
         f"overlap one another. In the step they overlap those of other stages instead, which {says}.",
     ]
     if any(stage.from_l2 for stage in profile.stages):
-        notes.append("* All layers' bytes fit L2, so this stage by itself does not show what memory does.")
-    return "\n".join([table(header, rows), *notes])
+        notes.append(FROM_L2)
+    return "\n".join([table(HEADER, rows), *notes])

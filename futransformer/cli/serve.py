@@ -27,7 +27,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         description="Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. "
         "On a Hopper GPU through the kernels, elsewhere through the CPU reference.",
     )
-    add_engine(parser, most=64)
+    add_engine(parser, most=64, warm_up=20)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
     parser.add_argument(

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from futransformer.engine.chooser import NOT_A_NUMBER
 from futransformer.engine.intake import Intake
-from futransformer.engine.outputs import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestOutput,
-)
+from futransformer.engine.logprobs import logprobs_of
+from futransformer.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from futransformer.engine.pages import PagePool
 from futransformer.engine.params import SamplingParams
 from futransformer.engine.runner import Launched, Runner
-from futransformer.engine.scheduler import Scheduler
+from futransformer.engine.scheduler import Chunk, Scheduler
 from futransformer.engine.sequence import EngineSequence, Request
 from futransformer.engine.stats import EngineStats, Rate
-from futransformer.generator.errors import FuTransformerError, InputError
+from futransformer.engine.warmup import WarmedUp, warm_up
+from futransformer.generator.errors import FuTransformerError, InputError, OutOfMemoryError
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.model import Llama, not_a_number
 from futransformer.tokenizer import Tokenizer
@@ -78,6 +77,15 @@ class Engine:
         self._unfinished = 0  # sequences
         self._prompt_tokens = self._read_tokens = self._generated = self._finished = self._aborted = self._steps = 0
 
+    def warm_up(self, seconds: float, progress: Callable[[str], None] | None = None) -> WarmedUp:
+        """Capture the graphs that requests will need, for so many seconds at most; on a CPU there are none.
+
+        Before the first request; ``progress`` hears how far it is.
+        """
+        if self._requests:
+            raise InputError("an engine warms up before its first request: finish or abort what it has")
+        return warm_up(self.model, self._runner.shapes(self._scheduler.max_num_batched_tokens), seconds, progress)
+
     def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
         """Queue a request. InputError, and nothing has changed: an id in use, a prompt that is empty, no text of this
         tokenizer or longer than ``max_model_len`` allows, or parameters that this engine cannot serve.
@@ -116,12 +124,13 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance: deltas of the requests that did, those that finished or failed (``error``) for the last time.
 
-        A request's own failure ends it alone. Any other exception leaves the engine unusable: ``abort`` what is left.
+        A request's own failure ends it alone, and a lack of memory those whose step or pass it was. Any other exception
+        leaves the engine unusable: ``abort`` what is left.
         """
         self._steps += 1
         in_flight, self.waited = bool(self._launched), 0.0
-        launched = self._launch()
         outputs: dict[str, RequestOutput] = {}
+        launched = self._launch(outputs)
         while len(self._launched) > (self._ahead if launched else 0):
             for each in self._launched.popleft():
                 self._look_at(each, outputs)
@@ -149,8 +158,8 @@ class Engine:
 
     # What a step launches
 
-    def _launch(self) -> bool:
-        """Launch what the scheduler decides; whether there is anything."""
+    def _launch(self, outputs: dict[str, RequestOutput]) -> bool:
+        """Launch what the scheduler decides; whether there is anything. Who fails by it is among the outputs."""
         schedule = self._scheduler.schedule()
         for sequence in schedule.admitted:
             self._runner.begin(sequence)
@@ -162,20 +171,45 @@ class Engine:
             self._runner.grow(sequence)
         launched = []
         if schedule.decode:
-            launched.append(self._runner.decode(schedule.decode))
-        if schedule.read:
-            read = self._runner.read(schedule.read)
-            if read is not None:
-                launched.append(read)
-            for sequence, start, stop in schedule.read:
-                self._read_tokens += stop - start
-                self._scheduler.share(sequence)
-                if sequence.index == 0 and not sequence.prefilling:
-                    self._add_siblings(sequence.request)
+            try:
+                launched.append(self._runner.decode(schedule.decode))
+            except torch.OutOfMemoryError as error:
+                self._give_up(f"a step of {len(schedule.decode)} sequences", schedule.decode, error, outputs)
+        chunks = [chunk for chunk in schedule.read if not chunk.sequence.finished]
+        if chunks:
+            try:
+                launched += self._read(chunks)
+            except torch.OutOfMemoryError as error:
+                rows = sum(chunk.stop - chunk.start for chunk in chunks)
+                self._give_up(f"reading {rows} tokens", [chunk.sequence for chunk in chunks], error, outputs)
         if schedule.decode or schedule.read:
             self._launched.append(launched)
             return True
         return False
+
+    def _read(self, chunks: Sequence[Chunk]) -> list[Launched]:
+        """Launch a pass: the first tokens of those that it reads to the end, if there are any."""
+        read = self._runner.read(chunks)
+        for sequence, start, stop in chunks:
+            self._read_tokens += stop - start
+            self._scheduler.share(sequence)
+            if sequence.index == 0 and not sequence.prefilling:
+                self._add_siblings(sequence.request)
+        return [] if read is None else [read]
+
+    def _give_up(
+        self, what: str, sequences: Sequence[EngineSequence], error: Exception, outputs: dict[str, RequestOutput]
+    ) -> None:
+        """End the requests of these sequences, for whose launch the device had no memory."""
+        found = OutOfMemoryError(
+            f"{what}: {str(error).partition(chr(10))[0]} Serve fewer at a time (max_num_seqs, max_num_batched_tokens), "
+            "or a smaller cache (num_pages, gpu_memory_utilization)"
+        )
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
+            output = outputs[request.request_id] = request.output()
+            self._fail(request, output, found)
+        if self.model.cache.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is left may be in pieces
 
     def _add_siblings(self, request: Request) -> None:
         """Queue the other texts of a prompt that has been read, unless they are."""
@@ -190,7 +224,7 @@ class Engine:
         begin = time.monotonic()
         tokens, now = launched.tokens(), time.monotonic()
         self.waited += now - begin
-        logprobs = self._logprobs(launched, tokens) if launched.rows else {}
+        logprobs = logprobs_of(launched, tokens, self.tokenizer) if launched.rows else {}
         for row, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.finished:
                 continue  # before this token was known
@@ -205,10 +239,10 @@ class Engine:
                 self._fail(request, output, not_a_number(self.model.config.name))
                 continue
             delta = self._advance(sequence, token)
-            if request.params.logprobs is not None:
+            if logprobs and request.params.logprobs is not None:
                 delta.logprobs = [logprobs[row]]
             output.outputs.append(delta)
-            if delta.finish_reason is not None and request.unfinished == 0:
+            if request.unfinished == 0:
                 output.finished = True
                 request.metrics.finished_time = now
                 self._finished += 1
@@ -217,12 +251,12 @@ class Engine:
 
     def _advance(self, sequence: EngineSequence, token: int) -> CompletionOutput:
         """Append a token: what is new of the text, and whether it ends."""
-        sequence.tokens.append(token)
+        tokens, builder = sequence.tokens, sequence.text
+        tokens.append(token)
         self._generated += 1
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
         text = ""
-        builder = sequence.text
         if token in sequence.ends:
             reason = "stop"
             stop_reason = token if token in sequence.request.params.stop_token_ids else None
@@ -230,13 +264,13 @@ class Engine:
             text = builder.add(token, look_for_stop=not sequence.least or sequence.generated >= sequence.least)
             if builder.stopped_by is not None:
                 reason, stop_reason = "stop", builder.stopped_by
-            elif len(sequence.tokens) >= sequence.most:
+            elif len(tokens) >= sequence.most:
                 reason = "length"
         if reason is not None:
             text += builder.rest()
             self._scheduler.share(sequence)
             self._end(sequence)
-        elif len(sequence.tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
+        elif len(tokens) % PAGE_SIZE <= 1:  # the last of a page is known, and its K and V are launched
             self._scheduler.share(sequence)
         return CompletionOutput(sequence.index, text, [token], None, reason, stop_reason)
 
@@ -252,21 +286,3 @@ class Engine:
         output.error, output.finished = error, True
         request.metrics.finished_time = time.monotonic()
         self.abort(request.request_id)
-
-    def _logprobs(self, launched: Launched, tokens: list[int]) -> dict[int, dict[int, Logprob]]:
-        """Of the rows that asked: the chosen token's, and those of the likeliest."""
-        found = launched.alternatives()
-        if found is None:
-            return {}
-        decode = (lambda _: "") if self.tokenizer is None else self.tokenizer.decode_token
-        chosen, ranks, top_tokens, top = (tensor.tolist() for tensor in found)
-        logprobs = {}
-        for place, row in enumerate(launched.rows):
-            count = launched.sequences[row].request.params.logprobs
-            if count is None:
-                continue
-            each = {tokens[row]: Logprob(chosen[place], ranks[place], decode(tokens[row]))}
-            for rank, (token, logprob) in enumerate(zip(top_tokens[place][:count], top[place], strict=False), 1):
-                each.setdefault(token, Logprob(logprob, rank, decode(token)))
-            logprobs[row] = each
-        return logprobs

@@ -1,20 +1,23 @@
 """The device side of a step: what the running sequences read and write there, updated in place.
 
 Every running sequence has a slot, by which the host keeps its length and its row of the block table (numpy), and the
-device its newest token. A decode step takes the rows of its sequences out of these, in one upload: the tokens that it
-reads have never left the device. Its shape is one of few, so that it is a replayed graph: batches are padded to 1, 2,
-3, 4, 6, 8, 12, 16, ... rows by rows of no sequence, which have a slot of their own, the last.
+device its newest token. A decode step takes the rows of its sequences out of these: the tokens that it reads have never
+left the device. Its shape is one of few, so that it is a replayed graph: batches are padded to 1, 2, 3, 4, 6, 8, 12,
+16, ... rows by rows of no sequence, which have a slot of their own, the last. Where the same sequences take another
+step, the device has all of it but a new page or two, and nothing is sent.
 
 What is launched comes back as ``Launched``, whose tokens are on their way to the host. Nothing else waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from futransformer.decode_step import DecodeStep
+from futransformer.engine import warmup
 from futransformer.engine.chooser import Alternatives, Chooser, Chosen
 from futransformer.engine.scheduler import Chunk
 from futransformer.engine.sequence import EngineSequence
@@ -22,6 +25,7 @@ from futransformer.kv_cache import download, page_bucket, pages_for, upload
 from futransformer.model import Llama
 from futransformer.prefill_step import HostPass
 
+FEW_PAGES = 4  # as many writes of single pages take the host less than all of a step's state anew
 NOBODY = -1  # the length of a row of no sequence, and its pages (decode_step.py)
 
 
@@ -60,9 +64,15 @@ class Runner:
         self._width = min(self._table.shape[1], 32)
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=self.device)
         self._chooser = Chooser(model.ops, model.config.vocab_size, slots)
+        self._loaded: DecodeStep | None = None  # has the state of the last step's sequences, newest tokens included
+        self._grown: list[tuple[int, int]] = []  # slots and places of pages that it does not have
         self._batch: list[int] = []  # slots of the last step, as the two below have them
         self._slots = np.zeros(0, dtype=np.int64)
         self._index = torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def shapes(self, rows: int) -> Iterator[Callable[[], None]]:
+        """What captures the graphs of this runner's steps, and of its passes of up to ``rows`` rows."""
+        return warmup.shapes(self.model, self._nobody, self._table.shape[1], self._width, rows)
 
     def begin(self, sequence: EngineSequence) -> None:
         """A sequence has got its slot and its first pages."""
@@ -74,6 +84,7 @@ class Runner:
         """A sequence has got another page."""
         pages = sequence.cached.pages
         self._table[sequence.slot, len(pages) - 1] = pages[-1]
+        self._grown.append((sequence.slot, len(pages) - 1))
 
     @torch.inference_mode()
     def read(self, chunks: Sequence[Chunk]) -> Launched | None:
@@ -94,40 +105,58 @@ class Runner:
             self._lengths[sequence.slot] = sequence.cached.length
             sequence.in_flight += 1
         slots = upload([sequence.slot for sequence in ended], torch.int64, self.device)
+        self._settle()  # before a slot has another sequence's token
         self._newest.index_copy_(0, slots, chosen.tokens)
         return Launched(ended, chosen)
 
     @torch.inference_mode()
     def decode(self, sequences: Sequence[EngineSequence]) -> Launched:
         """Launch one step: a token more of each sequence."""
-        batch = len(sequences)
-        longest = 0
+        batch, longest, slots = len(sequences), 0, []
         for sequence in sequences:
-            sequence.cached.length += 1
-            longest = max(longest, sequence.cached.length)
+            cached = sequence.cached
+            cached.length += 1
+            sequence.in_flight += 1
+            longest = max(longest, cached.length)
+            slots.append(sequence.slot)
         rows, width = page_bucket(batch), page_bucket(pages_for(longest))
-        self._take([sequence.slot for sequence in sequences], rows)
+        step = self.model.decode_step(rows, width)
+        if step is self._loaded and slots == self._batch and len(self._grown) <= FEW_PAGES:
+            for slot, place in self._grown:
+                step.block_table[slots.index(slot), place] = int(self._table[slot, place])
+        else:
+            self._settle()
+            self._take(slots, rows)
+            self._load(step, rows, width)
+        self._grown.clear()
+        self._loaded = None  # unless all goes well
+        self._lengths[self._slots[:batch]] += 1
+        logits = step.run(longest, logits=self._chooser.needs_logits(sequences))
+        greedy = step.tokens[:batch]
+        if logits is None:
+            chosen = Chosen(greedy, [], None)
+        else:  # of this step, lengths are the new tokens' places
+            chosen = self._chooser.choose(sequences, greedy, logits[:batch], step.lengths[:batch], decoding=True)
+            greedy.copy_(chosen.tokens)
+        self._loaded = step
+        return Launched(sequences, chosen)
+
+    def _load(self, step: DecodeStep, rows: int, width: int) -> None:
+        """Put the state of the batch's sequences into a step."""
         host = torch.empty(rows * (1 + width), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         lengths, table = host[:rows], host[rows:].view(rows, width)
         np.take(self._lengths, self._slots, out=lengths.numpy(), mode="clip")
         np.take(self._table[:, :width], self._slots, axis=0, out=table.numpy(), mode="clip")
-        self._lengths[self._slots[:batch]] += 1
-        step = self.model.decode_step(rows, width)
         step.lengths.copy_(lengths, non_blocking=True)
         step.block_table.copy_(table, non_blocking=True)
         torch.index_select(self._newest, 0, self._index, out=step.tokens)
-        logits = step.run(longest, logits=self._chooser.needs_logits(sequences))
-        chosen = self._chooser.choose(
-            sequences,
-            step.tokens[:batch],
-            None if logits is None else logits[:batch],
-            step.lengths[:batch],  # of this step, the new token's place
-            decoding=True,
-        )
-        for sequence in sequences:
-            sequence.in_flight += 1
-        self._newest.index_copy_(0, self._index[:batch], chosen.tokens)
-        return Launched(sequences, chosen)
+
+    def _settle(self) -> None:
+        """Note by slot the newest tokens that the last step has: what it is loaded with is about to change."""
+        if self._loaded is not None:
+            batch = len(self._batch)
+            self._newest.index_copy_(0, self._index[:batch], self._loaded.tokens[:batch])
+            self._loaded = None
 
     def _take(self, slots: list[int], rows: int) -> None:
         """Point at the slots of a step's rows, which are mostly those of the step before."""

@@ -31,7 +31,7 @@ ROWS = 8192  # of an embedding or a head, in float32 at a time
 
 @dataclass(frozen=True)
 class Folding:
-    """What is folded into a checkpoint's weights; rotations are computed on ``device``."""
+    """What is folded into a checkpoint's weights, on ``device``."""
 
     residual_rotation: bool = False
     value_rotation: int = 0  # features of a head in whose blocks V comes out rotated (quantize/kv_int4.py); 0: not
@@ -46,11 +46,14 @@ class Folding:
             )
 
     def layer(self, checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
-        """The weights [N, K] of a layer's projections, by their modules' names: BF16, and float32 where rotated."""
-        gains = [checkpoint.read(f"model.layers.{index}.{norm}.weight") for norm in NORMS]
+        """The weights [N, K] of a layer's projections, by their modules' names: BF16, and float32 where rotated.
+
+        They lie on ``device``: a host folds the gains of a layer of 8B in a second.
+        """
+        gains = [checkpoint.read(f"model.layers.{index}.{norm}.weight").to(self.device) for norm in NORMS]
         folded = {}
         for module in projections_of(index):
-            weight = checkpoint.projection(module)
+            weight = checkpoint.projection(module).to(self.device)
             adds = module.endswith(("o_proj", "down_proj"))
             weight = weight.to(torch.bfloat16) if adds else fold_gain(weight, gains[".mlp." in module])
             folded[module] = self._rotated(weight, module, adds)
@@ -72,27 +75,29 @@ class Folding:
         }
 
     def _table(self, rows: Tensor) -> Tensor:
-        return torch.cat([self._turned(some).to(torch.bfloat16) for some in torch.split(rows, ROWS)])
+        return torch.cat(
+            [self._turned(some.to(self.device)).to(torch.bfloat16).cpu() for some in torch.split(rows, ROWS)]
+        )
 
     def _rotated(self, weight: Tensor, module: str, adds: bool) -> Tensor:
         if self.value_rotation and module.endswith("v_proj"):
-            weight = rotate(weight.to(self.device).float().T, self.value_rotation).T
+            weight = rotate(weight.float().T, self.value_rotation).T
         if self.value_rotation and module.endswith("o_proj"):
-            weight = rotate(weight.to(self.device), self.value_rotation)
+            weight = rotate(weight, self.value_rotation)
         if self.residual_rotation:
             weight = self._turned(weight.T).T if adds else self._turned(weight)
-        return weight.cpu().contiguous()
+        return weight.contiguous()
 
     def _turned(self, features: Tensor) -> Tensor:
-        """Features [..., H] times R, float32, on the CPU."""
+        """Features [..., H] times R, float32."""
         width = features.shape[-1]
         even = width & -width  # the largest power of two in it
         generator = torch.Generator().manual_seed(SEED)
         signs = torch.randint(2, (width,), generator=generator).mul_(2).sub_(1).to(self.device)
-        turned = rotate((features.to(self.device).float() * signs).view(*features.shape[:-1], -1, even), even)
+        turned = rotate((features.float() * signs).view(*features.shape[:-1], -1, even), even)
         if even < width:
             turned = _hartley(width // even).to(self.device) @ turned
-        return turned.reshape(features.shape).cpu()
+        return turned.reshape(features.shape)
 
 
 def _hartley(size: int) -> Tensor:

@@ -4,7 +4,7 @@ Of operands X [samples, K] it minimises |X (W - Q)^T|^2 over weights Q of a grid
 matrix X^T X [K, K] (Frantar et al., arXiv 2210.17323). What a grid is, E4M3 or integers with scales of groups, is the
 grid's business.
 
-The Gram matrix is float32, of products that are not rounded to TF32; its inverse is factorised in float64.
+The Gram matrix is float32, of products whose operands are not rounded; its inverse is factorised in float64.
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ def damp(gram: Tensor, *, act_order: bool = False, name: str = "a weight") -> Da
     for share in DAMPENING:
         damped = gram.double()
         damped.diagonal().add_(share * diagonal.mean()).masked_fill_(diagonal == 0, 1)
-        lower, failed = torch.linalg.cholesky_ex(damped if order is None else damped[order][:, order])
+        # Turned around it is L L^T, and its inverse's upper factor L^-1 turned around: no inverse is factorised again.
+        lower, failed = torch.linalg.cholesky_ex((damped if order is None else damped[order][:, order]).flip(0, 1))
         if failed:
             continue
-        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and factor.isfinite().all():
+        identity = torch.eye(len(gram), dtype=torch.float64, device=gram.device)
+        factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+        if factor.isfinite().all():
             return Damped(damped.float(), factor.float(), order)
     warnings.warn(f"{name}: the Gram matrix of its operands cannot be factorised: rounding to nearest", stacklevel=2)
     identity = torch.eye(len(gram), device=gram.device)

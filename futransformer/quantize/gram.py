@@ -27,27 +27,27 @@ def counted(operands: Tensor, row_weights: Tensor) -> Tensor:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Within it products of float32 are not rounded to TF32."""
+def float32_products(*, by_tf32: bool = False) -> Iterator[None]:
+    """Within it operands of float32 products are rounded to TF32, which is many times faster, or are not."""
     allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = by_tf32
     try:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-@exact_products()
 def gram_of(operands: Tensor, row_weights: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
     """X^T X, float32 [K, K], of operands [T, K] whose rows are multiplied by ``row_weights`` [T, 1], if there are.
 
-    ``onto``: added to it, in place.
+    ``onto``: added to it, in place. TF32 holds a BF16 number, so of those as they are it rounds nothing.
     """
     k = operands.shape[1]
     gram = torch.zeros(k, k, device=operands.device) if onto is None else onto
-    for start in range(0, len(operands), ROWS):
-        rows = operands[start : start + ROWS].float()
-        if row_weights is not None:
-            rows = rows * row_weights[start : start + ROWS]
-        gram.addmm_(rows.T, rows)
+    with float32_products(by_tf32=operands.dtype == torch.bfloat16 and row_weights is None):
+        for start in range(0, len(operands), ROWS):
+            rows = operands[start : start + ROWS].float()
+            if row_weights is not None:
+                rows = rows * row_weights[start : start + ROWS]
+            gram.addmm_(rows.T, rows)
     return gram

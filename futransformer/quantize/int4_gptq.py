@@ -15,7 +15,7 @@ from torch import Tensor
 
 from futransformer.formats.codes import Groups
 from futransformer.quantize.gptq import BLOCK, damp, gptq, squared_errors
-from futransformer.quantize.gram import exact_products
+from futransformer.quantize.gram import float32_products
 from futransformer.quantize.int4 import Int4Weight, round_to_nearest
 from futransformer.quantize.int4_scales import CODES, MIDDLE, ScaleSearch, choose_scales
 
@@ -104,7 +104,7 @@ class Int4Grid:
         return Int4Weight(codes, self.scales.T.contiguous(), zeros, like.group_size)
 
 
-@exact_products()
+@float32_products()
 def round_by_gptq(name: str, weight: Tensor, gram: Tensor, method: Int4Method) -> tuple[Int4Weight, RoundingErrors]:
     """Codes of a weight [N, K] for operands of this Gram matrix, float32 [K, K]; refusals call it ``name``."""
     weight = weight.float()

@@ -39,8 +39,8 @@ class CalibrationStream:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.device = device
         self._config = config
-        tokens = torch.tensor(windows)
-        self.residual = embedding[tokens].to(device, torch.float32)
+        tokens = torch.tensor(windows, device=device)
+        self.residual = embedding.to(device)[tokens].float()  # of 8B and 128 windows of 2048: 4.3 GB
         if not self.residual.isfinite().all():
             raise CheckpointError(f"{config.name}: its embedding holds values that are not finite; fetch it again")
         self._attended = torch.empty(*tokens.shape, config.heads.q_features, dtype=self.dtype, device=device)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +22,7 @@ import uvicorn
 from futransformer.engine import Engine
 from futransformer.generator.errors import InputError
 from futransformer.serve.app import create_app
+from futransformer.serve.connections import Heads
 from futransformer.serve.metrics import Metrics
 from futransformer.serve.runner import Runner
 from futransformer.serve.service import Service
@@ -69,7 +71,7 @@ class HttpServer:
         self._settings = settings
         self._listener = listener
         self._access_log = access_log
-        self._server = _Uvicorn(self._config(), self.runner, settings.grace_seconds)
+        self._server = _Uvicorn(self._config(), self.runner, settings)
         self._error: BaseException | None = None
 
     def _config(self) -> uvicorn.Config:
@@ -125,12 +127,18 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which lets answers finish first."""
+    """uvicorn's server, which lets answers finish first, and closes connections that send no request."""
 
-    def __init__(self, config: uvicorn.Config, runner: Runner, grace_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, runner: Runner, settings: ServeSettings) -> None:
         super().__init__(config)
         self._runner = runner
-        self._grace_seconds = grace_seconds
+        self._grace_seconds = settings.grace_seconds
+        self._heads = Heads(settings.read_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        self._heads.sweep(self.server_state.connections, time.monotonic())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and end with an error what is not finished after the grace."""

@@ -10,7 +10,7 @@ from typing import Any
 from futransformer.generator.errors import InputError
 
 MAX_BODY_BYTES = 16 << 20  # 128k tokens as JSON numbers take under 1 MiB, as text half of that
-READ_SECONDS = 30.0  # for a whole body
+READ_SECONDS = 30.0  # for a whole head, and for a whole body
 WRITE_SECONDS = 60.0  # for a client to take what the socket's buffer cannot hold
 
 

@@ -94,6 +94,21 @@ def test_quantising_is_timed_on_a_random_model(monkeypatch: pytest.MonkeyPatch) 
     assert [row["error"] for row in quantize.measure("tiny", "gptq", CpuBench())] == [7, 7]
 
 
+def test_what_a_host_holds_beside_a_gpu_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process, a layer and a shard of both ends, which rotating takes thrice: of 8B 2, 0.44 and 2.1 GB."""
+    config = load_config("llama-3.1-8b")
+    plain, rotated = (quantize.memory_bound(config, rotated=turned) for turned in (False, True))
+    assert (round(plain / 1e9, 2), round(rotated / 1e9, 2)) == (4.54, 8.74)
+    errors = {f"{index}": {"output": 1.0, "output_of_nearest": 1.0} for index in range(7 * config.num_hidden_layers)}
+    bench = CpuBench()
+    monkeypatch.setattr(bench, "device", torch.device("cuda"))
+    monkeypatch.setattr(quantize, "write_random_model", lambda *_: None)
+    for peak, wrong in ((plain, 0), (plain + 1, 1)):
+        monkeypatch.setattr(quantize, "timed_quantise", lambda *_, peak=peak: (1.0, peak, {"errors": errors}))
+        rows = quantize.measure("llama-3.1-8b", "gptq", bench)
+        assert [row["error"] for row in rows] == [0, wrong]
+
+
 def test_a_failed_quantisation_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no folder"):
         quantize.timed_quantise(tmp_path / "none", ())
@@ -109,6 +124,7 @@ def test_the_hosts_part_of_a_token_is_timed(
     monkeypatch.setattr(decode_host, "shape_config", lambda _: small)
     monkeypatch.setattr(cpu_bench, "library", lambda shape, precision: ReferenceKernels(small, precision))
     monkeypatch.setattr(decode_host, "RUNS", 2)
+    monkeypatch.setattr(decode_host, "WARM_UP_SECONDS", 0)
     (row,) = decode_host.measure("a", "8b", precision, sampling, 2, 70, 3, cpu_bench)
     assert row["case"] == "a"
     assert row["unit"] == "us"

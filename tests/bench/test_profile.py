@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from futransformer import library
-from futransformer.bench import ceilings, profile
+from futransformer.bench import ceilings, profile, report
 from futransformer.bench.harness import Harness
 from futransformer.bench.profile import StepProfile, profile_step
+from futransformer.bench.profile_table import STEP, SUM
 from futransformer.bench.shapes import decode_step_work
 from futransformer.cli import main
 from futransformer.cli.profile import as_json, as_text
@@ -120,6 +121,18 @@ def test_the_command_prints_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path:
     content = json.loads(capsys.readouterr().out)
     assert [stage["name"] for stage in content["stages"]][-2:] == ["head, choice", "end"]
     assert content["sum_seconds"] == pytest.approx(sum(stage["seconds"] for stage in content["stages"]))
+    folder = tmp_path / "results"
+    for batch in ("2", "3"):
+        assert main([*command, "--batch", batch, "--output", str(folder), "--commit", "abc"]) == 0
+    content = json.loads((folder / "profile.json").read_text())
+    assert len(content["rows"]) == 2 * (2 + len(LAYER) + 2 + 2)
+    (page,) = report.write(folder, tmp_path)
+    lines = page.read_text().splitlines()
+    assert (page.name, lines[4]) == ("decode.md", "## Where a step's time goes")
+    (first,) = [index for index, line in enumerate(lines) if "/B=2/ctx=70 | begin |" in line]
+    told = [line.split(" | ")[1].strip() for line in lines[first + 1 : first + 11]]
+    assert told == ["embedding", *LAYER, "head, choice", "end", SUM, STEP]
+    assert "/B=3/ctx=70 | begin |" in lines[first + 11]
     assert main(["profile", str(config), "--context", "512"]) == 2
     assert "--context 512 leaves no token to write" in capsys.readouterr().err
     assert main(["profile", str(config), "--batch", "0"]) == 2

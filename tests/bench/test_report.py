@@ -102,10 +102,21 @@ def test_tables(folder: Path) -> None:
     assert "| 8b/int4/B=1/ctx=1024 | 33.1 | 32.9 to 33.6 | 138 | 88.5 | **2.67** | 76 |" in lines
     assert "| 8b/int4/B=2/ctx=1024 | 33.1 | 32.9 to 33.6 | 140 |  | **0.95** | 76 |" in lines
     assert "| llama-3.1-8b | 0.0123 | 32.9 to 33.6 |" in lines  # no rivals: no columns for them
-    assert "- decode_block/8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else" in lines
+    assert "- 8b/int4/B=2/ctx=1024: torch-int4 left out: it computes something else" in lines
     assert "commit 0123456789ab, 2026-11-29 20:00 UTC. Ceilings of this run: 4.50 TB/s read" in text
     assert "![One layer of a decode step: ours beside the rivals](performance/decode_block.svg)" in lines
     assert "performance/load.svg" not in text
+
+
+def test_a_reason_is_told_once_for_all_its_cases() -> None:
+    missing = "flash-attn-4 left out: flash-attn-4 cannot be imported here (No module named 'flash_attn')"
+    notes = [f"serve/8b/B={batch}: {missing}" for batch in (1, 8, 32)]
+    notes[1:1] = ["serve/8b/B=4: failed: no memory", "the card was shared"]
+    assert report.by_reason("serve", notes) == [
+        f"{missing} (3 cases, 8b/B=1 to 8b/B=32)",
+        "8b/B=4: failed: no memory",
+        "the card was shared",
+    ]
 
 
 def test_fp8_stands_apart_from_bf16(folder: Path) -> None:
@@ -210,6 +221,7 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path, capsys: pytest.Ca
         ({"versions": {}}, "lacks torch"),
         ({"subject": ["load"]}, r"its subject is \['load'\]"),
         ({"subject": "sanitize"}, "lacks failures, left_out, messages, planted, seconds, version"),
+        ({"subject": "fuzz"}, "lacks asked, failures, seconds, seed"),
         ({"rows": 5}, "'int' object"),
         ({"rows": [5]}, "'int' object"),
         (
@@ -224,6 +236,28 @@ def test_results_that_lack_something_are_refused(tmp_path: Path, changes: dict[s
     (tmp_path / "load.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"load\.json is not a results file.*{message}.*measure that subject again"):
         report.read(tmp_path)
+
+
+def test_what_random_cases_found() -> None:
+    content = {
+        "subject": "fuzz",
+        **{key: value for key, value in FRAME.items() if key != "ceilings"},
+        "seed": 7,
+        "asked": 9,
+        "seconds": 1.5,
+        "rows": [
+            {"case": "fuzz/odd/decode/o", "cases": 2, "wrong": 0, "seconds": 0.1},
+            {"case": "fuzz/odd/step", "cases": 1, "wrong": 0, "seconds": 0.1},
+            {"case": "fuzz/group5/decode/o", "cases": 3, "wrong": 1, "seconds": 0.1},
+            {"case": "fuzz/copies/h4kv4d128-kv4-head/attention_decode", "cases": 2, "wrong": 0, "seconds": 0.1},
+        ],
+        "failures": [{"case": "fuzz/group5/decode/o (rows 3)", "index": 4, "message": "x: 1 of 9 values are wrong"}],
+    }
+    text = report.section(content)
+    assert "Seed 7: 8 of 9 cases, 1.5 s." in text
+    assert "| decode/o | 2 | 5 | 1 |\n| step | 1 | 1 | 0 |" in text
+    assert "| attention_decode | 1 | 2 | 0 |" in text
+    assert "- fuzz/group5/decode/o (rows 3): x: 1 of 9 values are wrong" in text
 
 
 def test_what_compute_sanitizer_found() -> None:

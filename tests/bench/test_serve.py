@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-from futransformer.bench.case import HostCase
+from futransformer.bench.case import HostCase, RivalMissingError
 from futransformer.bench.rivals import transformers_batching
 from futransformer.bench.runner import Outcome, run_host_case
 from futransformer.bench.subjects import serve
@@ -28,6 +31,19 @@ class TinyBench(CpuBench):
         return ReferenceKernels(CONFIG, precision)
 
 
+JOB = transformers_batching.Job(
+    transformers_batching.values(CONFIG),
+    "cpu",
+    streams=3,
+    prompt=70,
+    output=7,
+    rounds=2,
+    batch_tokens=256,
+    compile_level=0,
+    seconds=90,
+)
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "shape_config", lambda shape: CONFIG)
@@ -35,8 +51,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(serve, name, value)
 
 
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[transformers_batching.Job]:
+    """A rival that is as fast as it is compiled, and the jobs that it is given."""
+    asked: list[transformers_batching.Job] = []
+
+    def measure(job: transformers_batching.Job) -> transformers_batching.Figures:
+        asked.append(job)
+        return {"tokens_per_second": 10.0 + job.compile_level, "rounds": 1, "attention": "sdpa", "version": "5.17.0"}
+
+    monkeypatch.setattr(transformers_batching, "measure", measure)
+    return asked
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8-int4-head8", "fp8-int4-head8-kv4"])
-def test_a_closed_loop_is_told_in_five_rows(small: None, precision: str) -> None:
+def test_a_closed_loop_is_told_in_five_rows(small: None, jobs: list[transformers_batching.Job], precision: str) -> None:
     rows = serve.measure_streams("8b", precision, TinyBench())
     assert [row["case"].split("/", 3)[3] for row in rows] == [
         f"streams=3/{part}" for part in ("total", "first-token", "between-tokens", "step", "host")
@@ -44,24 +73,81 @@ def test_a_closed_loop_is_told_in_five_rows(small: None, precision: str) -> None
     assert [row["unit"] for row in rows] == ["tokens/s", "ms", "ms", "ms", "ms"]
     assert all(row["error"] == 0 and row["ours"] > 0 for row in rows)
     total, first, between, step, host = rows
-    assert total["ratio"] == pytest.approx(total["ours"] / total["rivals"]["transformers"])
+    assert total["rivals"] == {"transformers": 10, "transformers-compiled": 11}
+    assert total["ratio"] == pytest.approx(total["ours"] / 11, abs=1e-3)
+    assert total["notes"][0].endswith(
+        "5.17.0, attention sdpa, a cache for the load alone, in a process of its own; 1 of 2 rounds"
+    )
     assert (first["samples"], between["samples"]) == (6, 6 * 6)
     assert first["spread"][0] <= first["ours"] <= first["spread"][1] <= first["p99"]
     assert step["beside"]["a decode step alone"] > 0
     assert 0 < host["ours"] < step["ours"] * 1.001
 
 
+def test_a_rival_that_reads_bf16_runs_once_for_all_precisions(
+    small: None, jobs: list[transformers_batching.Job]
+) -> None:
+    bench = TinyBench()
+    totals = [serve.measure_streams("8b", precision, bench)[0] for precision in ("bf16", "fp8-int4-head8")]
+    assert [total["rivals"] for total in totals] == [{"transformers": 10, "transformers-compiled": 11}] * 2
+    assert [job.compile_level for job in jobs] == [0, 1]
+    assert sum(job.seconds for job in jobs) <= 240
+
+
+def test_the_rival_runs_when_our_model_is_gone(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    load = serve.load
+
+    def loaded(*arguments: Any) -> Any:
+        model = load(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    def measure(job: transformers_batching.Job) -> transformers_batching.Figures:
+        assert [model() for model in models] == [None]
+        raise RivalMissingError("seen")
+
+    monkeypatch.setattr(serve, "load", loaded)
+    monkeypatch.setattr(transformers_batching, "measure", measure)
+    assert serve.measure_streams("8b", "bf16", TinyBench())[0]["notes"][0].endswith("RivalMissingError: seen")
+
+
 def test_a_rival_that_fails_is_left_out_with_a_note(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         raise RuntimeError("no such kernel\nand more")
 
-    monkeypatch.setattr(transformers_batching, "manager", failing)
+    monkeypatch.setattr(transformers_batching, "measure", failing)
     outcome = Outcome()
     run_host_case(HostCase("serve", partial(serve.measure_streams, "8b", "bf16")), TinyBench(), outcome, lambda _: None)
     assert outcome.notes == [
-        "serve/8b/bf16/streams=3/total: transformers left out: RuntimeError: no such kernel",
+        f"serve/8b/bf16/streams=3/total: {name} left out: RuntimeError: no such kernel"
+        for name in ("transformers", "transformers-compiled")
     ]
     assert (len(outcome.rows), outcome.failed) == (5, False)
+
+
+def test_transformers_serves_the_load_in_a_process_of_its_own() -> None:
+    found = transformers_batching.measure(JOB)
+    assert found["tokens_per_second"] > 0
+    assert (found["rounds"], found["version"]) == (2, version("transformers"))
+
+
+def test_a_rival_that_has_no_time_for_another_round_is_told_by_its_first() -> None:
+    found = transformers_batching.run(replace(JOB, seconds=0), time.monotonic())
+    assert found["tokens_per_second"] > 0
+    assert found["rounds"] == 0
+
+
+def test_a_rival_that_is_not_done_in_time_is_ended() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RivalMissingError, match=r"not done in 0\.5 s; its last stage: "):
+        transformers_batching.measure(replace(JOB, seconds=0.5))
+    assert time.monotonic() - begin < 20
+
+
+def test_a_rival_says_why_it_failed() -> None:
+    with pytest.raises(RivalMissingError, match=r"^a request failed: The size of tensor"):
+        transformers_batching.measure(replace(JOB, model=JOB.model | {"num_key_value_heads": 7}))
 
 
 def test_a_shared_prefix_is_told_beside_one_that_is_not(small: None) -> None:

@@ -66,6 +66,7 @@ OPENED: dict[str, Callable[[Bench], Problem]] = {
     "attention_decode/kv4": partial(attention_decode.open_case, SMALL, 3, 100, precision="bf16-kv4"),
     "decode_block": partial(decode_block.open_case, SMALL, 3, 100),
     "decode_block/batch_invariant": partial(decode_block.open_invariant_case, SMALL, 3, 100),
+    "decode_block/own/int4-g32-kv4": partial(decode_block.open_own_case, SMALL, 3, 100, precision="int4-g32-kv4"),
     "decode_step": partial(decode_step.open_case, SMALL, 2, 70),
     **{
         f"decode_gemm/{op}/int4-g64": partial(decode_gemm.open_case, SMALL, op, 3, precision="int4-g64")
@@ -105,6 +106,7 @@ RUN_HERE = (
     "torch-fp8-mm",
     "torch-fp8-padded",
     "ours-default",
+    "ours-bf16",
     "ours-no-copy",
     "torch-sort",
 )
@@ -252,6 +254,11 @@ def test_the_agreed_cases_exist() -> None:
         "attention_decode/8b/int4/B=32/ctx=4096",
         "decode_block/70b/bf16/B=64/ctx=131072",
         "decode_block/8b/bf16/batch_invariant/B=4/ctx=1024",
+        *(
+            f"decode_block/8b/int4-kv4/own/B={batch}/ctx={context}"
+            for batch in (1, 8, 64)
+            for context in (512, 4096, 32768, 131072)
+        ),
         "decode_step/8b/bf16/head=bf16/B=1/ctx=1024",
         "build/llama-3.1-8b",
         "load/llama-3.1-8b",

@@ -8,16 +8,15 @@ long as nobody is evicted: what is read again goes through the other phase's ker
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from futransformer import LLM, Llama, SamplingParams
 from futransformer.driver import hopper_problem
 from futransformer.engine import RequestOutput
+from tests.engine.soak import Soak, kinds_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
 
@@ -96,42 +95,21 @@ def test_evictions_and_shared_prefixes_leave_texts_readable(small_model: Path, r
     assert max(same) > 25, same
 
 
-def test_soak(llm: LLM, request: pytest.FixtureRequest) -> None:
-    """Random arrivals, lengths and cancellations: texts as alone, memory flat, no page lost."""
+@pytest.mark.parametrize("num_pages", [400, 18])
+def test_soak(small_model: Path, num_pages: int, request: pytest.FixtureRequest) -> None:
+    """Half of ``--soak-seconds`` each, with room for all and with evictions: texts as alone, up to an eviction; memory
+    flat once the shapes are captured, no page lost.
+    """
+    batches = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "enable_prefix_caching": False, "max_model_len": 320}
+    soaked = load(small_model, request, num_pages=num_pages, **batches)
+    warmed = soaked.engine.warm_up(60)
+    assert warmed.captured == warmed.shapes
     draw = random.Random(3)
-    engine = llm.engine
-    kinds = [(text, params_of(index, draw)) for index, text in enumerate(TEXTS * 6)]
-    alone = [tokens_of(llm.generate(text, params))[0] for text, params in kinds]
-    end = time.monotonic() + max(10.0, request.config.getoption("--soak-seconds"))
-    running: dict[str, tuple[int, list[int]]] = {}
-    count = ended = cancelled = 0
-    reserved: dict[int, int] = {}  # bytes, when there were first so many graphs
-    while time.monotonic() < end or engine.has_unfinished():
-        while len(running) < 20 and time.monotonic() < end:
-            kind = draw.randrange(len(kinds))
-            engine.add_request(str(count), *kinds[kind])
-            running[str(count)] = kind, []
-            count += 1
-        for delta in engine.step():
-            kind, tokens = running[delta.request_id]
-            tokens += delta.outputs[0].token_ids
-            if delta.finished:
-                assert tokens == alone[kind], f"request {delta.request_id} of kind {kind}"
-                del running[delta.request_id]
-                ended += 1
-        if running and draw.random() < 0.02:
-            name = draw.choice(list(running))
-            assert engine.abort(name)
-            del running[name]
-            cancelled += 1
-        reserved.setdefault(graphs(engine.model), torch.cuda.memory_reserved())
-    assert ended > 200
-    assert cancelled > 0
-    assert engine.stats().free_pages == engine.stats().num_pages
-    assert torch.cuda.memory_reserved() <= reserved[graphs(engine.model)] * 1.01, "memory grows, and graphs do not"
-
-
-def graphs(model: Llama) -> int:
-    """How many have been captured; each takes memory."""
-    captured = [graph for step in model._steps.values() for graph in step._graphs.values() if graph is not None]
-    return len(captured) + len(model._short_passes._graphs)
+    prompts = [*TEXTS, *(" ".join(map(str, range(begin, begin + 40))) for begin in (0, 100))] * 4  # up to 160 tokens
+    kinds = kinds_of(soaked, prompts, [params_of(index, draw) for index in range(len(prompts))])
+    soak = Soak(soaked.engine, kinds, at_once=20, exact_after_eviction=False)
+    soak.run(max(10.0, request.config.getoption("--soak-seconds") / 2))
+    assert soak.ended > 100
+    assert soak.cancelled > 0
+    assert (soak.evicted > 0) == (num_pages == 18)
+    print(f"\n{soak.ended} texts, {soak.cancelled} cancelled, {soak.evicted} evicted; {soak.memory}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from futransformer import LLM, Llama, SamplingParams
-from futransformer.engine import RequestOutput
+from futransformer.engine import Engine, RequestOutput
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError, InputError, OutOfMemoryError
 from futransformer.generator.precision import get_precision
@@ -254,6 +254,15 @@ def test_weights_that_are_no_numbers_are_told(tiny_model: Path) -> None:
     with pytest.raises(CheckpointError, match="logits that are not numbers"):
         llm.generate([[ord("x")]], GREEDY)
     assert not llm.engine.has_unfinished()
+
+
+def test_an_llm_warms_up_if_it_is_told_to(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, *arguments: told.append(arguments))
+    load(tiny_model)
+    assert not told
+    load(tiny_model, warm_up_seconds=2.5, progress=print)
+    assert told == [(2.5, print)]
 
 
 def test_pages_that_fit_a_gpu() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from futransformer.engine import Engine, SamplingParams
+from futransformer.engine.runner import FEW_PAGES
 from futransformer.tokenizer import Tokenizer
 from tests.engine.exact import VOCABULARY, ExactLlama
 
@@ -40,6 +43,64 @@ def test_a_step_of_64_sequences_takes_the_host_little(tiny_base_model: Path) -> 
         assert len(engine.step()) == 64
         seconds.append(time.perf_counter() - begin)
     assert statistics.median(seconds) < 3e-3
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """PyTorch's operations within it: how many, and the largest tensor that one of them gave."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.count += 1
+        self.largest = max(self.largest, found.numel() if isinstance(found, Tensor) else 0)
+        return found
+
+
+def work_of(engine: Engine) -> tuple[int, int, int]:
+    """Of one step: calls of Python functions, PyTorch's operations, and elements of the largest of their results."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with Operations() as operations:
+        engine.step()
+    sys.setprofile(count)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return calls, operations.count, operations.largest
+
+
+def test_the_work_of_a_step_is_bounded(tiny_base_model: Path) -> None:
+    """A few calls a sequence; operations that neither sequences nor texts multiply; no copy of what has not changed."""
+    found = {}
+    for batch in (8, 64):
+        engine = Engine(Idle(1200), Tokenizer(tiny_base_model))
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        for index in range(batch):
+            engine.add_request(str(index), [7] * (500 - index % 32), params)  # not all take a page at once
+        while len(engine.step()) < batch:
+            pass
+        for tokens in (10, 300):
+            while len(engine._scheduler.running[0].tokens) < 500 + tokens:
+                engine.step()
+            found[batch, tokens] = work_of(engine)
+    calls = {key: each[0] for key, each in found.items()}
+    # 8 a sequence: prefilling; output, RequestOutput; _advance, generated, CompletionOutput; the two of its text
+    assert calls[64, 10] <= calls[8, 10] + 8 * 56
+    assert max(calls.values()) <= 8 * 64 + 150
+    assert abs(calls[64, 300] - calls[64, 10]) <= 64, "a long text takes more calls"
+    operations = [each[1] for each in found.values()]
+    # what the reference's begin_step takes, a page or two, the tokens to the host
+    assert max(operations) <= min(operations) + 3 * FEW_PAGES
+    assert max(operations) <= 48
+    assert max(each[2] for each in found.values()) <= 64 * 16, "a step copies more than its block table"
 
 
 def test_a_long_text_costs_no_more_a_token_than_a_short_one(tiny_base_model: Path) -> None:

@@ -117,6 +117,17 @@ def packed_section(group: int, *, symmetric: bool, actorder: str | None = None) 
     }
 
 
+def llm_compressor_section() -> dict[str, Any]:
+    """What llm-compressor 0.14 wrote into config.json, of GPTQ by its scheme W4A16."""
+    section = packed_section(128, symmetric=True)
+    (group,) = section["config_groups"].values()
+    observed = {"observer": "memoryless_minmax", "observer_kwargs": {}, "dynamic": False, "block_structure": None}
+    group["weights"] |= {**observed, "scale_dtype": None, "zp_dtype": None}
+    group |= {"format": "pack-quantized", "output_activations": None}
+    spare = {"global_compression_ratio": None, "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}}
+    return {**section, **spare, "quantization_status": "compressed", "version": "0.19.0"}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A checkpoint's format: what config.json says, how weights are drawn, how they are written."""
@@ -161,6 +172,14 @@ KINDS: dict[str, Kind] = {
     "awq": Kind(_AWQ, awq, 64, False, precision="int4-g64-asym"),
     "packed": Kind(
         packed_section(128, symmetric=True),
+        lambda module, drawn: packed(module, drawn, symmetric=True),
+        128,
+        True,
+        dtype=torch.bfloat16,
+        precision="int4",
+    ),
+    "llm-compressor": Kind(
+        llm_compressor_section(),
         lambda module, drawn: packed(module, drawn, symmetric=True),
         128,
         True,

@@ -98,6 +98,17 @@ def test_steps_with_and_without_logits_take_turns(tiny_base_model: Path, graphs:
     assert len({graph.logits is None for graph in graphs}) == 2
 
 
+def test_a_step_without_memory_for_a_graph_runs_eagerly(
+    tiny_base_model: Path, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = begin(tiny_base_model, capturable=False)
+    model = begin(tiny_base_model, capturable=True)
+    monkeypatch.setattr(DecodeStep, "_capture", lambda step, pages, kind: None)
+    for _ in range(4):
+        assert torch.equal(model.decode([3] * len(START)), expected.decode([3] * len(START)))
+    assert not graphs
+
+
 def test_logits_outlive_the_next_step(tiny_base_model: Path, graphs: list[RecordedGraph]) -> None:
     model = begin(tiny_base_model, capturable=True)
     model.decode([1, 2, 3])

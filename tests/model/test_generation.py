@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 import futransformer.model
 from futransformer.decode_step import LOG_STEPS, DecodeStep, Kind
 from futransformer.driver import hopper_problem
+from futransformer.generation import Generation
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
 from futransformer.kv_cache import KVCache
 from futransformer.model import Llama
 from futransformer.reference import ReferenceOps
 from futransformer.sampling import GREEDY, Sampling, SamplingRows, choose, pack_seen
+from tests.engine.exact import ExactLlama
 
 PROMPTS = [[7, 30, 200], [9] * 64, [1, 2, 3, 4, 5] * 13, [250], [11, 12]]
 NEW_TOKENS = 45
@@ -253,3 +256,34 @@ def test_samples_on_kernels_do_not_depend_on_the_batch(on_kernels: Llama) -> Non
     ended = on_kernels.generate(prompts, 90, eos_token_ids=[together[0][11], together[1][40]], sampling=SETTINGS)
     assert all(text == free[: len(text)] for text, free in zip(ended, together, strict=True))
     assert len(ended[0]) <= 12
+
+
+def test_a_token_takes_the_host_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python functions: the replay of its step, and a share of what each window takes."""
+
+    class Replay:
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(DecodeStep, "_capture", lambda step, pages, kind: (Replay(), None))
+    monkeypatch.setattr(ExactLlama, "_decode_tokens", lambda *_, **__: None)
+    model = ExactLlama(32)
+    model.ops.capturable = True
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for new in (256, 256):  # the first captures
+        model.start(1)
+        model.reserve([100 + new])
+        model.sequences[0].length = 100
+        generation = Generation(model, [[0] * 100], new, [], None, None)
+        sys.setprofile(count)
+        try:
+            generation.run(torch.zeros(1, model.config.vocab_size))
+        finally:
+            sys.setprofile(None)
+        before, calls = calls, 0
+    assert before <= 3 * 256 + 200

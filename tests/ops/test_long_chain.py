@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from futransformer.bench.llama import Paging
+from futransformer.bench.llama import Paging, copy_of
 from futransformer.blocks import llama_block
 from futransformer.library import KernelLibrary
 from tests.ops.stand_in import StandInKernel, stand_in_library
@@ -24,6 +24,12 @@ LAUNCHES_A_STEP = 1 + 5 * LAYERS + 2  # gather_rows, the layers, lm_head, argmax
 STEPS, REPLAYS = 40, 20
 CONTEXT = 200  # tokens a sequence, in four pages
 
+# INT4 below and above eight sequences by integers and by wgmma, over BF16 pages and over an INT4 copy; E4M3 weights
+MODELS = (
+    *("smollm2-135m", "llama-3.1-8b"),
+    *("llama-3.1-8b-int4", "smollm2-135m-int4-g32-asym-kv4", "smollm2-135m-kv4", "smollm2-135m-bf16-fp8-head8"),
+)
+
 GpuOps = Callable[[str], KernelLibrary]
 
 
@@ -32,11 +38,13 @@ class Chain:
 
     def __init__(self, ops: KernelLibrary, batch: int, steps: int) -> None:
         self.ops, self.steps = ops, steps
-        random = RandomModel(ops.config, ops.device)
+        random = RandomModel(ops.config, ops.device, ops.precision)
         self.weights = random.weights(ops)
         torch.manual_seed(4)
         paging = Paging(batch, CONTEXT, ops.device)
+        form = ops.precision.copy
         self.caches = [paging.cache(ops.config) for _ in range(LAYERS)]
+        self.copies = [None if form is None else copy_of(cache, form) for cache in self.caches]
         self.rows = paging.decode_pass()
         self.first = torch.arange(batch, dtype=torch.int32, device=ops.device)
 
@@ -46,9 +54,9 @@ class Chain:
         with ops.chain():
             for _ in range(self.steps):
                 stream = ops.gather_rows("decode", weights.embedding, tokens)
-                for layer, cache in zip(weights.layers, self.caches, strict=True):
+                for layer, cache, kv_copy in zip(weights.layers, self.caches, self.copies, strict=True):
                     pages = cache.k_pages, cache.v_pages
-                    stream = llama_block(ops, layer, stream, self.rows, weights.rope_table, *pages)
+                    stream = llama_block(ops, layer, stream, self.rows, weights.rope_table, *pages, kv_copy=kv_copy)
                 all_logits.append(ops.lm_head("decode", stream.x, stream.sumsq, weights.lm_head["decode"]))
                 tokens = ops.argmax(all_logits[-1])
         return all_logits
@@ -81,7 +89,7 @@ def check_long_chain(ops: KernelLibrary, batch: int, steps: int, replays: int) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [3, 33])
-@pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.1-8b"])
+@pytest.mark.parametrize("model", MODELS)
 def test_ten_thousand_overlapping_launches(
     gpu_ops: GpuOps, monkeypatch: pytest.MonkeyPatch, model: str, batch: int
 ) -> None:
@@ -92,8 +100,9 @@ def test_ten_thousand_overlapping_launches(
         check_long_chain(ops, batch, STEPS, REPLAYS)
 
 
-def test_the_check_passes_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_long_chain(stand_in_library(TINY, monkeypatch), 3, steps=3, replays=2)
+@pytest.mark.parametrize("precision", ["bf16", "int4-g32-asym-kv4", "bf16-fp8-head8"])
+def test_the_check_passes_on_the_reference(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    check_long_chain(stand_in_library(TINY, monkeypatch, precision=precision), 3, steps=3, replays=2)
 
 
 def test_one_wrong_bit_in_one_launch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

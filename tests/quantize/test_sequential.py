@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from futransformer.checkpoint import load_checkpoint
+from futransformer.driver import hopper_problem
 from futransformer.fp8_scaling import READERS
 from futransformer.generator.config import load_config
 from futransformer.generator.errors import InputError
@@ -110,6 +111,18 @@ def test_the_gram_matrix_is_of_weighted_rows(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_operand_of_a_gram_matrix_is_rounded(device: str, dtype: torch.dtype) -> None:
+    """Each of 64 sums may lose an ulp of what it has come to; an operand that TF32 rounded would be off by 2^-11."""
+    if device == "cuda" and (problem := hopper_problem()) is not None:
+        pytest.skip(problem)
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(5)).to(device, dtype)
+    exact = x.double().T @ x.double()
+    size = x.double().norm(dim=0)
+    assert ((gram_of(x).double() - exact).abs() / torch.outer(size, size)).max() < 64 * 2**-23
 
 
 def test_no_row_counts_for_many() -> None:

@@ -5,7 +5,8 @@
     python -m tests.sanitize --kernels FOLDER --output RESULTS                  # on a Hopper GPU; needs no nvcc
 
 First each tool has to run the sound kernel and to find what is planted for it; then it runs over the exports, several
-at a time. All that it says is told by kernel in RESULTS/sanitize.json, and stays in RESULTS/sanitize-logs.
+at a time, and once over a kernel that several exports have. All that it says is told by kernel in
+RESULTS/sanitize.json, and stays in RESULTS/sanitize-logs.
 Exit status: 0 clean; 1 something was said, wrong, or left out; 2 the tools cannot run here, or find nothing.
 """
 
@@ -18,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,25 +30,29 @@ from typing import Any
 from futransformer.bench import results
 from futransformer.generator.errors import InputError
 from tests.sanitize import planted, runner
-from tests.sanitize.runner import TOOLS, Run
+from tests.sanitize.runner import TOOLS, Run, Tally
 
-# What is cheap, or there for few kernels, comes first: when the time runs short, the last are left out.
+# The longest first: each process has what is left of the time, and those that come free help those that are not done.
 EXPORTS = (
-    "tails",
-    "copies",
-    "smollm2-135m",
-    "smollm2-135m-fp8",
-    "odd",
-    "odd-fp8",
-    "smollm2-135m-int4-g32-asym",
-    "smollm2-135m-kv4",
-    "smollm2-135m-int4-g32-asym-kv4",
-    "smollm2-135m-bf16-fp8-head8",
-    "llama-3.1-8b-int4-channel-asym",
     "llama-3.1-8b",
-    "group16",
-    "group5",
     "llama-3.1-8b-fp8",
+    "llama-3.1-8b-bf16-fp8-head8",
+    "llama-3.1-8b-int4",
+    "llama-3.1-8b-int4-channel-asym",
+    "llama-3.1-8b-int4-head4",
+    "llama-3.1-8b-fp8-int4-kv8-kv4-min",
+    "group5",
+    "group16",
+    "smollm2-135m",
+    "odd",
+    "tails",
+    "smollm2-135m-int4-g32-asym-kv4",
+    "smollm2-135m-int4-g32-asym",
+    "smollm2-135m-bf16-fp8-head8",
+    "smollm2-135m-fp8",
+    "odd-fp8",
+    "smollm2-135m-kv4",
+    "copies",
 )
 PLANTED_SECONDS = 60.0
 USUAL_PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
@@ -72,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools, exports = args.tool or TOOLS, args.export or EXPORTS
     jobs = args.jobs or max(1, min(8, (os.cpu_count() or 1) // 2))
     logs = args.output / "sanitize-logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
     try:
         sanitizer = find_sanitizer(args.compute_sanitizer)
         version = version_of(sanitizer)
@@ -83,22 +91,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CannotRunError, InputError) as error:
         print(f"compute-sanitizer cannot run here: {error}", flush=True)
         return 2
-    # Exports in turn, each under every tool: when the time runs short, all tools lack the same.
     tasks = [(tool, export) for export in exports for tool in tools]
-    runs = run_all(sanitizer, tasks, args.kernels, logs, start + args.seconds, jobs)
+    runs = run_all(sanitizer, 2 * tasks, args.kernels, logs, start + args.seconds, jobs)
     content = results.document("sanitize", where, rows_of(runs))
     content |= {
         "version": version,
         "planted": findings,
         "messages": [message for run in runs for message in run.messages],
         "failures": [failure for run in runs for failure in run.failures],
-        "left_out": [case for run in runs for case in run.left_out],
+        "left_out": [*(case for run in runs for case in run.left_out), *runner.never_launched(runs, args.kernels)],
         "seconds": round(time.monotonic() - start, 1),
     }
     path = results.write(args.output, content)
     show(content)
     print(f"{content['seconds']} s; all of it in {path} and {logs}")
-    return 0 if all(run.clean for run in runs) else 1
+    return 1 if content["messages"] or content["failures"] or content["left_out"] else 0
 
 
 def find_sanitizer(given: Path | None) -> Path:
@@ -130,17 +137,25 @@ def version_of(sanitizer: Path) -> str:
 def run_all(
     sanitizer: Path, tasks: list[tuple[str, str]], kernels: Path, logs: Path, end: float, jobs: int
 ) -> list[Run]:
-    """Run (tool, export) by (tool, export), ``jobs`` at once; what is left of the time is shared by those that wait."""
+    """Run (tool, export) by (tool, export), ``jobs`` at once, each with what is left of the time.
+
+    Two processes of the same share its cases. The second is left out if the first is done, or it would be cut short.
+    """
     jobs = min(jobs, len(tasks))
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = -(-(os.cpu_count() or 1) // jobs)
+    done: set[tuple[str, str]] = set()
 
     def one(index: int) -> Run:
-        tool, export = tasks[index]
+        tool, export = task = tasks[index]
+        seconds = end - time.monotonic()
+        if task in tasks[:index] and (task in done or seconds < 2 * runner.START_SECONDS):
+            return Run(tool, export)
         if not (kernels / export / "manifest.json").is_file():
             return Run(tool, export, failures=[f"{tool}/{export}: {kernels / export} holds no export"])
-        rounds = -(-(len(tasks) - index) // jobs)
-        seconds = max((end - time.monotonic()) / rounds, 1.0)
-        run = runner.run(sanitizer, tool, export, kernels, logs, seconds=seconds, threads=threads, index=index)
+        run = runner.run(
+            sanitizer, tool, export, kernels, logs, seconds=max(seconds, 1.0), threads=threads, index=index
+        )
+        done.add(task)
         counts = f"{len(run.messages)} messages, {len(run.failures)} failures, {len(run.left_out)} left out"
         print(f"{tool}/{export}: {counts}", flush=True)
         return run
@@ -179,19 +194,16 @@ def what_was_found(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row a tool and kernel."""
+    """A row a tool and kernel, with the export that it was found in first."""
+    first: dict[tuple[str, str], str] = {}
+    sums: dict[tuple[str, str], Tally] = defaultdict(Tally)
+    for run in runs:
+        for name, tally in sorted(run.tallies.items()):
+            first.setdefault((run.tool, name), run.export)
+            sums[run.tool, name] += tally
     return [
-        {
-            "case": f"sanitize/{run.tool}/{name}",
-            "export": run.export,
-            "cases": tally.cases,
-            "launches": tally.launches,
-            "errors": tally.errors,
-            "warnings": tally.warnings,
-            "seconds": round(tally.seconds, 2),
-        }
-        for run in runs
-        for name, tally in sorted(run.tallies.items())
+        {"case": f"sanitize/{tool}/{name}", "export": first[tool, name], **asdict(tally)}
+        for (tool, name), tally in sums.items()
     ]
 
 

@@ -1,18 +1,23 @@
 """Every kernel of an export at a few small, odd shapes, checked against the reference: what runs under each tool.
 
-``python -m tests.sanitize.cases --kernels FOLDER --export NAME --tool TOOL --seconds N`` writes JSON, an object a line:
-``{"begin": case}`` before a case, and after it ``{"case": ..., "kernels": {name: launches}, "seconds": ..., "failure":
-null or what was wrong}``; ``{"left_out": case}`` once the seconds are spent. Cheap cases come first; every kernel of an
-export is launched by some case.
+``python -m tests.sanitize.cases --kernels FOLDER --export NAME --tool TOOL --seconds N --claims FOLDER`` writes JSON,
+an object a line: ``{"begin": case}`` before a case, and after it ``{"case": ..., "kernels": {name: launches},
+"seconds": ..., "failure": null or what was wrong}``; ``{"left_out": case}`` once the seconds are spent. Cheap cases
+come first; every kernel of an export is launched by some case.
+
+Exports share kernels, and one may have two processes: a case runs where it is the first to claim something that it
+covers, by a file in the folder of claims, which the processes of a tool share.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -25,6 +30,7 @@ from futransformer.driver import Kernel
 from futransformer.generator.errors import FuTransformerError
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import E4M3
+from futransformer.generator.specs import GemmSpec, KernelSpec
 from futransformer.library import KernelLibrary
 from futransformer.ops.attention_decode import AttentionDecode
 from futransformer.ops.interface import PROJECTIONS, Projection
@@ -52,10 +58,11 @@ Launched = Callable[[str], None]
 
 
 class Case(NamedTuple):
-    """One thing to run; an AssertionError says that a result was wrong."""
+    """One thing to run, and the kernels that it covers; an AssertionError says that a result was wrong."""
 
     name: str
     run: Callable[[], None]
+    covers: tuple[str, ...]
 
 
 def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, launched: Launched) -> Iterator[Case]:
@@ -65,19 +72,20 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
         built = load_or_build(planted.SPECS, folder=folder)
         for planted_spec in planted.specs_for(tool):
             kernel = remote_kernel(planted_spec, built, launched)
-            yield Case(planted_spec.name, partial(run_planted, planted_spec.fault, kernel))
+            yield Case(planted_spec.name, partial(run_planted, planted_spec.fault, kernel), (planted_spec.name,))
     elif export == TAILS_NAME:
         map_on_the_host(patch)
         built = load_or_build(TAILS, folder=folder)
         for spec in TAILS:
             tail = cast(Kernel, remote_kernel(spec, built, launched))
             for rows in TAIL_ROWS:
-                yield Case(f"{spec.name}/M={rows}", partial(odd_shapes.check_tails, spec, tail, CPU, rows))
+                run = partial(odd_shapes.check_tails, spec, tail, CPU, rows)
+                yield Case(f"{spec.name}/M={rows}", run, (f"{spec.name}/M={rows}",))
     elif export == COPIES_NAME:
         built = load_or_build(tuple(COPIES.values()), folder=folder)
         for name, attention in COPIES.items():
             over_copy = AttentionDecode(cast(Kernel, remote_kernel(attention, built, launched)))
-            yield Case(f"attention_decode/{name}", partial(check_attention_decode, over_copy))
+            yield Case(f"attention_decode/{name}", partial(check_attention_decode, over_copy), (attention.name,))
     else:
         plan = tested_plan(export)
         built = load_or_build(plan.specs(), folder=folder)
@@ -86,25 +94,31 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
 
 def model_cases(ops: KernelLibrary) -> Iterator[Case]:
     """Each operation of a model; projections in the order of their weights' sizes."""
-    yield Case("rows", partial(odd_shapes.check_rows, ops))
-    yield Case("sample", partial(sampling.check_sample, ops, 5))
-    yield Case("step", partial(check_step, ops))
-    yield Case("attention_decode", partial(check_attention_decode, ops._attention_decode))
-    yield Case("attention_prefill", partial(check_attention_prefill, ops))
+    plan = ops.plan
+
+    def case(name: str, run: Callable[[], None], *specs: KernelSpec) -> Case:
+        return Case(name, run, tuple(spec.name for spec in specs))
+
+    yield case("rows", partial(odd_shapes.check_rows, ops), *plan.gather_rows.values(), plan.argmax)
+    yield case("sample", partial(sampling.check_sample, ops, 5), plan.sample)
+    yield case("step", partial(check_step, ops), plan.step_begin, plan.step_end)
+    yield case("attention_decode", partial(check_attention_decode, ops._attention_decode), plan.attention_decode)
+    yield case("attention_prefill", partial(check_attention_prefill, ops), plan.attention_prefill)
     shapes = projections(ops.config)
     for op in sorted(PROJECTIONS, key=lambda op: shapes[op][0] * shapes[op][1]):
-        for rows in rows_of_each_kernel(ops, op):
-            yield Case(f"prefill/{op}/M={rows}", partial(odd_shapes.check_prefill, ops, op, rows))
-        for tile in ops.plan.decode[op]:
-            yield Case(f"decode/{op}/B={tile - EMPTY_ROWS}", partial(check_decode, ops, op, tile))
+        for spec, rows in rows_of_each_kernel(ops, op).items():
+            yield case(f"prefill/{op}/M={rows}", partial(odd_shapes.check_prefill, ops, op, rows), spec)
+        for tile, kernel in plan.decode[op].items():
+            yield case(f"decode/{op}/B={tile - EMPTY_ROWS}", partial(check_decode, ops, op, tile), kernel)
         if op == "lm_head":  # whose logits nobody may ask for
-            yield Case("decode/next_tokens/B=1", partial(next_tokens.check_tokens, ops, 1))
+            head = min(plan.decode[op].items())[1]
+            run = partial(next_tokens.check_tokens, ops, 1)
+            yield Case("decode/next_tokens/B=1", run, (f"{head.name} without logits", plan.argmax_parts.name))
 
 
-def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> list[int]:
+def rows_of_each_kernel(ops: KernelLibrary, op: Projection) -> dict[GemmSpec, int]:
     """One number for each kernel: one more than half of the most that it serves, as a bucket begins."""
-    serving = {spec: min(most // 2 + 1, MOST_ROWS) for most, spec in ops.plan.prefill[op].items()}
-    return list(serving.values())
+    return {spec: min(most // 2 + 1, MOST_ROWS) for most, spec in ops.plan.prefill[op].items()}
 
 
 def check_step(ops: KernelLibrary) -> None:
@@ -148,10 +162,24 @@ def run_planted(fault: str, kernel: RemoteKernel) -> None:
         assert out.tolist() == [0.0] * 32 + [RING_TURNS * (planted.THREADS - 1.0)] * 32, "the sound kernel is not"
 
 
-def run_cases(cases: Iterable[Case], launches: Counter[str], seconds: float) -> Iterator[dict[str, object]]:
-    """Run what begins within ``seconds``; yield the lines of the module's docstring."""
+def claim(claims: Path, covers: Iterable[str]) -> bool:
+    """Claim all of it; whether something was not claimed before."""
+    new = 0
+    for what in covers:
+        with suppress(FileExistsError):
+            claims.joinpath(hashlib.sha256(what.encode()).hexdigest()).touch(exist_ok=False)
+            new += 1
+    return new > 0
+
+
+def run_cases(
+    cases: Iterable[Case], launches: Counter[str], seconds: float, claims: Path
+) -> Iterator[dict[str, object]]:
+    """Run what begins within ``seconds`` and is not claimed; yield the lines of the module's docstring."""
     end = time.monotonic() + seconds
     for case in cases:
+        if not claim(claims, case.covers):
+            continue
         start = time.monotonic()
         if start >= end:
             yield {"left_out": case.name}
@@ -174,6 +202,7 @@ def main() -> None:
     parser.add_argument("--export", required=True)
     parser.add_argument("--tool", required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--claims", type=Path, required=True)
     args = parser.parse_args()
     launches: Counter[str] = Counter()
 
@@ -182,7 +211,7 @@ def main() -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         cases = cases_of(args.export, args.kernels, args.tool, patch, launched)
-        for line in run_cases(cases, launches, args.seconds):
+        for line in run_cases(cases, launches, args.seconds, args.claims):
             print(json.dumps(line), flush=True)
 
 

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sanitize import planted
 from tests.sanitize.records import NO_KERNEL, Log, parse
 
 # Before its first case a process imports torch and lets the tool look through it: time that is no case's.
@@ -46,6 +46,12 @@ class Tally:
     warnings: int = 0
     seconds: float = 0.0
 
+    def __iadd__(self, other: Tally) -> Tally:
+        """Add up, for two processes that launched it."""
+        for name, value in vars(other).items():
+            setattr(self, name, round(getattr(self, name) + value, 2))
+        return self
+
 
 @dataclass
 class Run:
@@ -58,27 +64,23 @@ class Run:
     failures: list[str] = field(default_factory=list)  # wrong results, launches that failed, a killed process
     left_out: list[str] = field(default_factory=list)  # cases
 
-    @property
-    def clean(self) -> bool:
-        """Whether every case ran and nobody had anything to say."""
-        return not (self.messages or self.failures or self.left_out)
-
 
 def run(
     sanitizer: Path, tool: str, export: str, kernels: Path, logs: Path, *, seconds: float, threads: int, index: int
 ) -> Run:
-    """Run within ``seconds``; the tool's log and the process's output stay in ``logs``.
+    """Run within ``seconds``; the tool's log and the process's output stay in ``logs``, and so do the tool's claims.
 
     ``threads`` are those of PyTorch on the CPU; runs at the same time have different indices.
     """
-    log = logs / f"{tool}-{export}.log"
-    log.unlink(missing_ok=True)
+    log = logs / f"{tool}-{export}-{index}.log"
+    claims = logs / f"claims-{tool}"
+    claims.mkdir(exist_ok=True)
     command = [str(sanitizer), f"--tool={tool}", f"--log-file={log}", f"--port={FIRST_PORT + PORTS * index}"]
     command += [*OPTIONS, *TOOL_OPTIONS[tool]]
     command += [sys.executable, "-m", "tests.sanitize.cases", "--kernels", str(kernels), "--export", export]
-    command += ["--tool", tool, "--seconds", f"{max(seconds - START_SECONDS, 1):.0f}"]
+    command += ["--tool", tool, "--seconds", f"{max(seconds - START_SECONDS, 1):.0f}", "--claims", str(claims)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
-    with (logs / f"{tool}-{export}.out").open("w+") as out, (logs / f"{tool}-{export}.err").open("w+") as err:
+    with log.with_suffix(".out").open("w+") as out, log.with_suffix(".err").open("w+") as err:
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
         killed = False
         try:
@@ -90,9 +92,9 @@ def run(
         for file in (out, err):
             file.seek(0)
         lines, said = out.read(), err.read()
-    names = _kernel_names(kernels / export)
+    names = kernel_names(kernels / export)
     text = log.read_text(errors="replace") if log.is_file() else ""
-    result = judge(tool, export, lines, parse(text, names), names)
+    result = judge(tool, export, lines, parse(text, names))
     if killed:
         result.failures.append(f"{tool}/{export}: killed after {seconds:.0f} s")
     elif child.returncode:
@@ -101,7 +103,7 @@ def run(
     return result
 
 
-def judge(tool: str, export: str, lines: str, log: Log, names: frozenset[str]) -> Run:
+def judge(tool: str, export: str, lines: str, log: Log) -> Run:
     """Put together what the process wrote, a JSON object a line, and what the tool did."""
     result = Run(tool, export)
     under_way = None
@@ -133,10 +135,20 @@ def judge(tool: str, export: str, lines: str, log: Log, names: frozenset[str]) -
         if unprinted > 0:
             result.tallies[NO_KERNEL].errors += unprinted
             result.messages.append(f"{tool}/{export}: {unprinted} more errors, which it counted and did not print")
-    if export != planted.EXPORT:  # of which a tool gets a part
-        never = names - {name for name, tally in result.tallies.items() if tally.launches}
-        result.left_out += [f"{tool}/{export}: kernel {name} was not launched" for name in sorted(never)]
     return result
+
+
+def never_launched(runs: Sequence[Run], kernels: Path) -> list[str]:
+    """Kernels of the exports that no run of a tool launched, in a sentence each."""
+    found = []
+    for tool in dict.fromkeys(run.tool for run in runs):
+        of_tool = [run for run in runs if run.tool == tool]
+        known = {name for run in of_tool for name, tally in run.tallies.items() if tally.launches}
+        for export in dict.fromkeys(run.export for run in of_tool):
+            never = kernel_names(kernels / export) - known
+            known |= never
+            found += [f"{tool}/{export}: kernel {name} was not launched" for name in sorted(never)]
+    return found
 
 
 def _count(result: Run, case: dict[str, Any]) -> None:
@@ -150,7 +162,10 @@ def _count(result: Run, case: dict[str, Any]) -> None:
         result.failures.append(f"{result.tool}/{result.export}/{case['case']}: {case['failure']}")
 
 
-def _kernel_names(folder: Path) -> frozenset[str]:
+def kernel_names(folder: Path) -> frozenset[str]:
+    """The kernels of an export; none where there is no export."""
+    if not (folder / "manifest.json").is_file():
+        return frozenset()
     manifest = json.loads((folder / "manifest.json").read_text())
     return frozenset(kernel["name"] for kernel in manifest["kernels"])
 

@@ -23,7 +23,7 @@ from tests.ops import models
 from tests.ops.stand_in import CPU, StandInKernel
 from tests.ops.test_two_layers import TINY
 from tests.sanitize import cases, planted, remote, runner
-from tests.sanitize.__main__ import main
+from tests.sanitize.__main__ import EXPORTS, main
 from tests.sanitize.records import NO_KERNEL, parse
 
 FAKE = Path(__file__).parent / "fake_sanitizer.py"
@@ -60,7 +60,7 @@ def test_records_name_their_kernels() -> None:
 
 def test_a_log_without_a_summary_is_not_clean() -> None:
     done = json.dumps({"case": "a", "kernels": {"k": 2}, "seconds": 1.0, "failure": None})
-    run = runner.judge("memcheck", "tails", done, parse("========= COMPUTE-SANITIZER\n", {"k"}), frozenset({"k"}))
+    run = runner.judge("memcheck", "tails", done, parse("========= COMPUTE-SANITIZER\n", {"k"}))
     assert run.failures == ["memcheck/tails: the tool wrote no summary"]
 
 
@@ -71,13 +71,26 @@ def test_what_was_counted_not_printed_not_run_or_not_ended_is_told() -> None:
         {"left_out": "b"},
         {"begin": "c"},
     ]
-    names = frozenset({"gemm_o_sm90", "argmax"})
-    run = runner.judge("memcheck", "tails", "\n".join(map(json.dumps, lines)), parse(MEMCHECK, names), names)
+    log = parse(MEMCHECK, {"gemm_o_sm90", "argmax"})
+    run = runner.judge("memcheck", "tails", "\n".join(map(json.dumps, lines)), log)
     assert run.tallies["gemm_o_sm90"] == runner.Tally(cases=1, launches=2, errors=1, seconds=1.0)
     assert run.tallies[NO_KERNEL].errors == 4
     assert run.messages[-1] == "memcheck/tails: 3 more errors, which it counted and did not print"
     assert run.failures == ["memcheck/tails/a: AssertionError: two runs differ", "memcheck/tails/c: did not end"]
-    assert run.left_out == ["memcheck/tails/b", "memcheck/tails: kernel argmax was not launched"]
+    assert run.left_out == ["memcheck/tails/b"]
+
+
+def test_a_kernel_counts_as_launched_whichever_export_it_was_launched_from(exports: Path) -> None:
+    shared, own = {"name": "shared"}, {"name": "own"}
+    for export, names in (("tails", [shared]), ("odd", [shared, own])):
+        (exports / export / "manifest.json").write_text(json.dumps({"kernels": names}))
+    runs = [runner.Run("memcheck", "tails"), runner.Run("memcheck", "odd"), runner.Run("racecheck", "odd")]
+    runs[1].tallies["shared"].launches = 1
+    assert runner.never_launched(runs, exports) == [
+        "memcheck/odd: kernel own was not launched",
+        "racecheck/odd: kernel own was not launched",
+        "racecheck/odd: kernel shared was not launched",
+    ]
 
 
 @pytest.fixture
@@ -130,7 +143,7 @@ def test_a_hazard_is_told_by_kernel(exports: Path, monkeypatch: pytest.MonkeyPat
     assert content is not None
     errors = {row["case"]: row["errors"] for row in content["rows"] if row["errors"]}
     assert errors["sanitize/racecheck/tails_sm90_0"] == errors["sanitize/racecheck/odd_sm90_0"] == 1
-    assert errors["sanitize/racecheck/(no kernel)"] == 2, "counted, not printed"
+    assert errors["sanitize/racecheck/(no kernel)"] == 2 * 2, "counted, not printed"
     assert any("Race reported" in message for message in content["messages"])
 
 
@@ -196,14 +209,49 @@ EVERY_ROW = {**PRECISIONS, **{name: get_precision(name) for name in ("bf16-kv4",
 
 @pytest.mark.parametrize("precision", EVERY_ROW.values(), ids=list(EVERY_ROW))
 @pytest.mark.usefixtures("answering")
-def test_every_kernel_of_a_model_is_launched(monkeypatch: pytest.MonkeyPatch, precision: Precision) -> None:
+def test_every_kernel_of_a_model_is_launched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: Precision
+) -> None:
     plan = make_plan(TINY, precision)
     built: Any = {spec.name: (None, b"") for spec in plan.specs()}
     launches: Counter[str] = Counter()
     ops = remote.remote_library(TINY, precision, plan, built, monkeypatch, lambda name: launches.update([name]))
-    lines = [line for line in cases.run_cases(cases.model_cases(ops), launches, 300) if "case" in line]
+    covers: dict[str, set[str]] = {case.name: set(case.covers) for case in cases.model_cases(ops)}
+    lines = [line for line in cases.run_cases(cases.model_cases(ops), launches, 300, tmp_path) if "case" in line]
     assert [line["failure"] for line in lines] == [None] * len(lines)
-    assert {name for line in lines for name in cast(dict[str, int], line["kernels"])} == {s.name for s in plan.specs()}
+    assert len(lines) == len(covers)
+    names = {spec.name for spec in plan.specs()}
+    for line in lines:
+        launched = set(cast(dict[str, int], line["kernels"]))
+        assert covers[cast(str, line["case"])] & names <= launched
+        names -= launched
+    assert not names
+    assert not list(cases.run_cases(cases.model_cases(ops), launches, 300, tmp_path)), "somebody has claimed all of it"
+
+
+def test_a_case_for_which_there_is_no_time_is_told_once(tmp_path: Path) -> None:
+    never: list[cases.Case] = [cases.Case("slow", lambda: pytest.fail("there was no time"), ("one", "two"))]
+    assert [*cases.run_cases(never, Counter(), 0, tmp_path)] == [{"left_out": "slow"}]
+    assert [*cases.run_cases(never, Counter(), 0, tmp_path)] == []
+
+
+def test_every_kernel_of_the_exports_has_a_case() -> None:
+    covered: set[str] = set()
+    for export in EXPORTS:
+        if export not in (models.TAILS_NAME, models.COPIES_NAME):
+            plan, config = models.tested_plan(export), models.model_config(export)
+            ops: Any = SimpleNamespace(plan=plan, config=config, _attention_decode=None)
+            covered |= {kernel for case in cases.model_cases(ops) for kernel in case.covers}
+    for export in EXPORTS:
+        if export not in (models.TAILS_NAME, models.COPIES_NAME):
+            assert {spec.name for spec in models.specs_of(export)} <= covered
+
+
+@pytest.mark.parametrize("file", ["Makefile", "CONTRIBUTING.md"])
+def test_the_exports_that_are_built_are_those_that_are_run(file: str) -> None:
+    text = (Path(__file__).parents[2] / file).read_text()
+    command = next(line for line in text.replace("\\\n", " ").splitlines() if " tails copies " in line)
+    assert sorted(command.split()[command.split().index("tails") :]) == sorted(EXPORTS)
 
 
 @pytest.mark.parametrize("name", models.WHOLE)
@@ -212,7 +260,7 @@ def test_every_prefill_kernel_has_a_number_of_rows(name: str) -> None:
     ops: Any = SimpleNamespace(plan=plan)
     for op, by_rows in plan.prefill.items():
         rows = cases.rows_of_each_kernel(ops, cast(Projection, op))
-        served = {next(spec for most, spec in by_rows.items() if count <= most) for count in rows}
+        served = {next(spec for most, spec in by_rows.items() if count <= most) for count in rows.values()}
         assert served == set(by_rows.values()), op
 
 

@@ -147,6 +147,7 @@ def test_serve_refuses_before_it_loads(
         assert " on: CPU reference" not in said
     assert "--max-queue" in failure(capsys, chat_model, "--max-queue", -1)
     assert "API key" in failure(capsys, chat_model, "--api-key", "")
+    assert "--warm-up must be at least 0" in failure(capsys, chat_model, "--port", 0, "--warm-up", "nan")
     monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "no_such_package"))
     assert "no_such_package, which is not installed" in failure(capsys, chat_model)
 

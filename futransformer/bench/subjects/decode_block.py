@@ -6,6 +6,9 @@ attention reads an INT4 copy, of the same values, and beside it runs ours withou
 
 decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
 beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
+
+decode_block/8b/int4-kv4/own/B=.../ctx=...: INT4 over an INT4 copy beside ``ours-bf16``, our own BF16 over BF16 pages
+of the same values. 64 sequences of 131,072 tokens take 79 GB.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ DEFAULT = {
 COPIES = {"bf16-kv4": "bf16-kv4", "int4-kv4": "int4-kv4"}
 INVARIANT_BATCHES = (1, 4, 8)
 INVARIANT_CONTEXTS = (1024, 4096)
+OWN_BATCHES, OWN_CONTEXTS = (1, 8, 64), (512, 4096, 32768, 131072)
 
 
 def cases() -> Sequence[Case]:
@@ -85,6 +89,17 @@ def cases() -> Sequence[Case]:
             )
             for batch in INVARIANT_BATCHES
             for context in INVARIANT_CONTEXTS
+        ),
+        *(
+            Case(
+                f"decode_block/8b/int4-kv4/own/B={batch}/ctx={context}",
+                "us",
+                MEMORY_BOUND,
+                partial(open_own_case, "8b", batch, context, precision="int4-kv4"),
+                precision="int4-kv4",
+            )
+            for batch in OWN_BATCHES
+            for context in OWN_CONTEXTS
         ),
     ]
 
@@ -186,9 +201,12 @@ class DecodeProblem:
         self.packed = self.inputs.packed(bench.library(shape, precision))
         self.floor = self.work.floor_seconds(bench.ceilings)
 
-    def ours(self, ops: Ops, *, plain: bool = False) -> Contender:
-        """Our kernels, ``plain`` without an INT4 copy: a walk over all layers is a chain, a replay several walks."""
-        inputs, packed, stream = self.inputs, self.packed, self.inputs.stream()
+    def ours(self, ops: Ops, *, plain: bool = False, packed: list[LayerWeights] | None = None) -> Contender:
+        """Our kernels, ``plain`` without an INT4 copy: a walk over all layers is a chain, a replay several walks.
+
+        ``packed`` are the layers as these kernels read them, if not as the case's own.
+        """
+        inputs, packed, stream = self.inputs, packed or self.packed, self.inputs.stream()
 
         def walk() -> None:
             stream.residual.copy_(inputs.x)
@@ -257,5 +275,22 @@ def open_invariant_case(shape: str, batch: int, context: int, bench: Bench) -> P
         work=problem.work,
         ours=problem.ours(bench.library(shape, batch_invariant=True)),
         rivals={"ours-default": lambda: problem.ours(bench.library(shape))},
+        expected=problem.expected,
+    )
+
+
+def open_own_case(shape: str, batch: int, context: int, bench: Bench, *, precision: str) -> Problem:
+    """Codes beside our own BF16 of what they are worth."""
+    problem = DecodeProblem(shape, batch, context, bench, precision)
+
+    def in_bf16() -> Contender:
+        ops = bench.library(shape)
+        packed = [layer.packed(problem.config, ops, "decode") for layer in problem.inputs.layers]
+        return problem.ours(ops, plain=True, packed=packed)
+
+    return Problem(
+        work=problem.work,
+        ours=problem.ours(bench.library(shape, precision)),
+        rivals={"ours-bf16": in_bf16},
         expected=problem.expected,
     )

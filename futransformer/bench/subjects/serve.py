@@ -11,6 +11,8 @@ times. Rows are told of the whole run, the prompts that were read in it included
 | step | a step of 64 sequences that reads no prompt, beside the same at 768 tokens each, replayed alone |
 | host | what the host takes for such a step: its time less what it waits for the device |
 
+The rival is run eagerly and compiled, each in a process of its own once our model has left the card.
+
 *prefix*: 64 requests that share their first 2000 tokens arrive at once; the time to the first token beside that without
 shared pages.
 
@@ -27,14 +29,13 @@ from typing import Any
 
 import torch
 
-from futransformer.bench.case import HostCase, RivalMissingError, Row
+from futransformer.bench.case import HostCase, Row
 from futransformer.bench.harness import percentile
 from futransformer.bench.random_model import random_llama
 from futransformer.bench.rivals import transformers_batching
-from futransformer.bench.runner import Bench
+from futransformer.bench.runner import Bench, free
 from futransformer.bench.shapes import shape_config
 from futransformer.engine import Engine, SamplingParams
-from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
 from futransformer.model import Llama
@@ -45,6 +46,9 @@ STREAMS, PROMPT, OUTPUT, ROUNDS = 64, 512, 256, 4
 ALONE_CONTEXT = 768
 PREFIX, SUFFIX, PREFIX_OUTPUT = 2000, 16, 4
 ALONE_STEPS = 200
+BATCH_TOKENS = 2048  # rows of a pass that reads prompts, as our engine's are
+# By its compile level, and the seconds that each may take: together less than four minutes of a card.
+RIVALS = {"transformers": (0, 75.0), "transformers-compiled": (1, 155.0)}
 
 
 def cases() -> Sequence[HostCase]:
@@ -65,29 +69,64 @@ def load(shape: str, precision: str, bench: Bench, tokens: int) -> Llama:
 
 
 def measure_streams(shape: str, precision: str, bench: Bench) -> Sequence[Row]:
-    """The closed loop."""
+    """The closed loop, and then its rivals: they need the memory that our model has held."""
+    rows = our_rows(shape, precision, bench)
+    free(bench.device)
+    total = rows[0]
+    figures, notes = bench.once(f"serve/{shape}/rivals", partial(rivals, shape, bench.device))
+    total["rivals"], total["notes"] = dict(figures), list(notes)
+    if figures:
+        total["ratio"] = round(total["ours"] / max(figures.values()), 3)
+    return rows
+
+
+def our_rows(shape: str, precision: str, bench: Bench) -> list[Row]:
+    """What our engine does."""
     model = load(shape, precision, bench, PROMPT + OUTPUT)
     name = f"serve/{shape}/{precision}/streams={STREAMS}"
     alone = seconds_alone(model, STREAMS, ALONE_CONTEXT)
     load_of(model, 1).run()  # captures what the next one replays
     loop = load_of(model, ROUNDS)
     loop.run()
-    total = row(f"{name}/total", [loop.generated / loop.seconds], 1.0, "tokens/s", loop.wrong)
-    prompts = loop.clients
-    try:
-        rival = transformers_tokens_a_second(model.config, model.cache.device, prompts)
-        total["rivals"], total["ratio"] = {"transformers": rival}, total["ours"] / rival
-    except Exception as error:  # a rival may fail in any way
-        total["notes"] = [f"transformers left out: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"]
     step = row(f"{name}/step", loop.steps, 1e-3, "ms", loop.wrong)
     step["beside"] = {"a decode step alone": alone * 1e3}
     return [
-        total,
+        row(f"{name}/total", [loop.generated / loop.seconds], 1.0, "tokens/s", loop.wrong),
         row(f"{name}/first-token", loop.first, 1e-3, "ms", loop.wrong),
         row(f"{name}/between-tokens", loop.between, 1e-3, "ms", loop.wrong),
         step,
         row(f"{name}/host", loop.host, 1e-3, "ms", loop.wrong),
     ]
+
+
+def rivals(shape: str, device: torch.device) -> tuple[dict[str, float], list[str]]:
+    """Tokens a second of each way to run transformers' batching, and what must be said of them."""
+    figures, notes = {}, []
+    for name, (level, seconds) in RIVALS.items():
+        job = transformers_batching.Job(
+            transformers_batching.values(shape_config(shape)),
+            str(device),
+            streams=STREAMS,
+            prompt=PROMPT,
+            output=OUTPUT,
+            rounds=ROUNDS,
+            batch_tokens=BATCH_TOKENS,
+            compile_level=level,
+            seconds=seconds,
+        )
+        try:
+            found = transformers_batching.measure(job)
+        except Exception as error:  # a rival may fail in any way
+            notes.append(f"{name} left out: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+            continue
+        figures[name] = found["tokens_per_second"]
+        rounds = found["rounds"]
+        measured = f"{rounds} of {ROUNDS} rounds" if rounds else "its first round, which compiles and captures"
+        notes.append(
+            f"{name}: {found['version']}, attention {found['attention']}, a cache for the load alone, in a process of "
+            f"its own; {measured}"
+        )
+    return figures, notes
 
 
 def measure_prefix(shape: str, precision: str, bench: Bench) -> Sequence[Row]:
@@ -177,20 +216,6 @@ class Loop:
             tokens[name] = 0
             self.engine.add_request(name, self.clients[client][sent[client]], self.params)
             sent[client] += 1
-
-
-def transformers_tokens_a_second(
-    config: LlamaConfig, device: torch.device, clients: Sequence[Sequence[list[int]]]
-) -> float:
-    """The same closed loop on transformers' continuous batching, after one round that compiles and captures."""
-    with transformers_batching.manager(config, device, len(clients), PROMPT + OUTPUT) as running:
-        transformers_batching.closed_loop(running, [prompts[:1] for prompts in clients], OUTPUT)
-        begin = time.monotonic()
-        generated, wrong = transformers_batching.closed_loop(running, clients, OUTPUT)
-        seconds = time.monotonic() - begin
-    if wrong:
-        raise RivalMissingError(f"{wrong} of its answers were short")
-    return float(f"{generated / seconds:.5g}")
 
 
 def seconds_alone(model: Llama, batch: int, context: int) -> float:
