@@ -96,6 +96,7 @@ class Llama:
         self._short_passes = PrefillGraphs(self._prefill_logits, cache.device, self.graph_pool)
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
+        self._walk = ops.bind_layers(weights.layers, cache)
         self._room = 0  # decode steps until a sequence needs a page
 
     @classmethod
@@ -461,6 +462,8 @@ class Llama:
         gains = self.weights.gains if rows.phase == "decode" else ()
         gain = gains[0] if gains else None
         stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first, gain=gain)
+        if isinstance(rows, DecodePass) and self._walk is not None and self._walk.serves(len(tokens)):
+            return self._walk(stream, rows, self.weights.rope_table)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]

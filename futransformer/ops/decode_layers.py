@@ -1,92 +1,76 @@
-"""All layers of a decode step in one launch: the table of layers, the workspace, the launch."""
+"""All layers of a decode step in one launch: the table of layers, what blocks leave for one another, the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from futransformer.blocks import DecodePass, LayerWeights
 from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.specs import PAGE_SIZE, DecodeLayersSpec
-from futransformer.generator.specs.decode_layers import ROW_TILE
-from futransformer.kv_cache import KVCache
-from futransformer.ops.interface import Stream
+from futransformer.ops.interface import LayerPages, Stream
+
+if TYPE_CHECKING:
+    from futransformer.blocks import DecodePass, LayerWeights
 
 
 class DecodeLayers:
-    """The layers of one model; ``kernels`` is keyed by the most sequences that each serves."""
+    """The layers of one model and cache; ``kernels`` is keyed by the most sequences that each serves.
 
-    def __init__(self, config: LlamaConfig, kernels: Mapping[int, Kernel], layers: Sequence[LayerWeights], cache: KVCache) -> None:
-        """Hold the addresses of all weights and pages, which must stay where they are."""
+    Weights and pages must stay where they are: the kernel reads their addresses from a table. What blocks leave for one
+    another is kept from call to call, for a captured graph holds its address. One launch at a time.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, kernels: Mapping[int, Kernel], layers: Sequence[LayerWeights], cache: LayerPages
+    ) -> None:
         self.config = config
         self.kernels = {batch: kernels[batch] for batch in sorted(kernels)}
-        kernel = next(iter(self.kernels.values()))
+        kernel = self.kernels[min(kernels)]
         assert isinstance(kernel.spec, DecodeLayersSpec)
-        self.device, self.blocks, self.copy = kernel.device, kernel.spec.blocks, kernel.spec.copy
-        self._held = layers, cache
-        rows = []
-        for index, layer in enumerate(layers):
-            k_pages, v_pages = cache.layer(index)
-            copy = cache.copy_layer(index)
-            assert copy is not None
-            weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
-            rows.append([*(weight["decode"].data_ptr() for weight in weights), k_pages.data_ptr(), v_pages.data_ptr(), copy.data_ptr()])
-        self.layers = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        self.epoch = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._rooms: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.spec, self.device = kernel.spec, kernel.device
+        self._held = [self._tensors(layer, cache, index) for index, layer in enumerate(layers)]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in self._held]
+        self._table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self._epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._exchanges: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @staticmethod
+    def _tensors(layer: LayerWeights, cache: LayerPages, index: int) -> tuple[Tensor, ...]:
+        """In the order of the kernel's Layer."""
+        copy = cache.copy_layer(index)
+        assert copy is not None, "the plan has this kernel where the cache has a copy"
+        weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        return (*(weight["decode"] for weight in weights), *cache.layer(index), copy)
 
     def serves(self, rows: int) -> bool:
         """Whether there is a kernel for so many sequences."""
-        return rows <= max(self.kernels)
+        return 0 < rows <= max(self.kernels)
 
-    def _room(self, rows: int, splits: int) -> dict[str, Tensor]:
-        if (rows, splits) not in self._rooms:
-            config, heads = self.config, self.config.heads
+    def splits(self, rows: int, pages: int) -> tuple[int, int]:
+        """Blocks that share the pages of a sequence and head, and the pages of each: at most one share a block."""
+        most = self.spec.blocks // (rows * self.spec.heads.num_key_value_heads)
+        of_each = -(-pages // most)
+        return -(-pages // of_each), of_each
 
-            def words(*shape: int) -> Tensor:
-                """Tagged words, of no launch."""
-                return torch.zeros(*shape, dtype=torch.int64, device=self.device)
+    def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
+        """Run all layers on x [B, H] in BF16 and residual [B, H] in float32, which are overwritten.
 
-            hidden, dim = config.hidden_size, heads.head_dim
-            parts = min(hidden // ROW_TILE, self.blocks)
-            copy = self.copy
-            scales = copy.groups(dim)
-            of_split = heads.num_attention_heads * splits
-            self._rooms[rows, splits] = {
-                "q_sent": words(rows, heads.q_features // 2),
-                "codes_sent": words(rows, heads.num_key_value_heads, dim // 4 + 2 * scales),
-                "partial_sent": words(rows, of_split, dim),
-                "max_sum_sent": words(rows, of_split, 2),
-                "attended_sent": words(rows, heads.q_features // 2),
-                "x_middle_sent": words(rows, hidden // 2),
-                "sumsq_middle_sent": words(rows, parts),
-                "h_sent": words(rows, config.intermediate_size // 2),
-                "x_end_sent": words(rows, hidden // 2),
-                "sumsq_end_sent": words(rows, parts),
-                "sumsq_out": torch.zeros(rows, parts, device=self.device),
-            }
-        return self._rooms[rows, splits]
-
-    def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor, num_layers: int | None = None, pages_per_split: int = 0) -> Stream:
-        """x and residual are overwritten."""
+        A length of 0 attends nothing, one beyond the block table gives NaN.
+        """
         x, sumsq, residual = stream
-        m = x.shape[0]
-        kernel = next(kernel for batch, kernel in self.kernels.items() if batch >= m)
-        pages = max(-(-rows.max_seqlen_k // PAGE_SIZE), 1)
-        heads = self.config.heads
-        if not pages_per_split:
-            most = max(self.blocks // (m * heads.num_key_value_heads), 1)
-            pages_per_split = -(-pages // most)
-        splits = -(-pages // pages_per_split)
-        room = self._room(m, splits)
+        count = len(x)
+        kernel = next(kernel for batch, kernel in self.kernels.items() if batch >= count)
+        splits, pages_per_split = self.splits(count, max(-(-rows.max_seqlen_k // PAGE_SIZE), 1))
+        exchange = self._exchange(count, splits)
         kernel.launch(
-            (self.blocks, 1, 1),
-            layers=self.layers,
-            num_layers=len(self.layers) if num_layers is None else num_layers,
-            m=m,
+            (self.spec.blocks, 1, 1),
+            layers=self._table,
+            num_layers=len(self._table),
+            m=count,
             x=x,
             residual=residual,
             sumsq=sumsq,
@@ -98,10 +82,22 @@ class DecodeLayers:
             block_table=rows.block_table,
             block_table_stride=rows.block_table.shape[1],
             seqlens_k=rows.seqlens_k,
-            softmax_scale=heads.head_dim**-0.5,
+            softmax_scale=self.config.head_dim**-0.5,
             splits=splits,
             pages_per_split=pages_per_split,
-            epoch=self.epoch,
-            **room,
+            epoch=self._epoch,
+            **exchange,
         )
-        return Stream(x, room["sumsq_out"], residual)
+        return Stream(x, exchange["sumsq_out"], residual)
+
+    def _exchange(self, rows: int, splits: int) -> dict[str, Tensor]:
+        """Words of 32 bits with tags of as many, of no launch: zero."""
+        if (rows, splits) not in self._exchanges:
+            shapes = self.spec.exchanged(rows, splits)
+            words = {
+                f"{name}_sent": torch.zeros(shape, dtype=torch.int64, device=self.device)
+                for name, shape in shapes.items()
+            }
+            sums = torch.zeros(shapes["sumsq_end"], dtype=torch.float32, device=self.device)
+            self._exchanges[rows, splits] = {**words, "sumsq_out": sums}
+        return self._exchanges[rows, splits]

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..int4 import ROW_TILE, unit_bytes
-from ..kv_format import KvFormat
+from ..kv_format import PAGE_SIZE, KvFormat
 from .base import (
     EPILOGUE_PARAMS,
     MAX_SHARED_BYTES,
-    PAGE_SIZE,
     Heads,
     KernelSpec,
     Param,
@@ -24,19 +23,6 @@ _SET_WARPS = 4
 _WARP_K = 256  # k of a warp in a slot
 _PAIR_TILES = 2  # row tiles of a slot
 SLOT_K = _SET_WARPS * _WARP_K
-EXCHANGED = (
-    "q",
-    "codes",
-    "partial",
-    "max_sum",
-    "attended",
-    "x_middle",
-    "sumsq_middle",
-    "h",
-    "x_end",
-    "sumsq_end",
-)
-LAYER_FIELDS = ("qkv", "o", "gate_up", "down", "k_pages", "v_pages", "kv_copy")  # addresses, eight bytes each
 
 
 _EPILOGUES = {
@@ -155,7 +141,7 @@ class DecodeLayersSpec(KernelSpec):
     def params(self) -> tuple[Param, ...]:
         """See KernelSpec.params."""
         return (
-            pointer("layers", "const void"),  # [num_layers] of LAYER_FIELDS
+            pointer("layers", "const void"),  # [num_layers, 7] addresses: the kernel's Layer
             Param("num_layers", "int32"),
             Param("m", "int32"),
             pointer("x", "cutlass::bfloat16_t"),
@@ -170,9 +156,27 @@ class DecodeLayersSpec(KernelSpec):
             Param("softmax_scale", "float32"),
             Param("splits", "int32"),
             Param("pages_per_split", "int32"),
-            *(pointer(f"{name}_sent", "void") for name in EXCHANGED),
+            *(pointer(f"{name}_sent", "void") for name in self.exchanged(1, 1)),
             pointer("epoch", "unsigned"),
         )
+
+    def exchanged(self, rows: int, splits: int) -> dict[str, tuple[int, ...]]:
+        """What blocks send one another, in words of eight bytes: two BF16 or one float32, and a tag."""
+        heads, hidden, dim = self.heads, self.hidden_size, self.heads.head_dim
+        parts = self.projections[1].sumsq_parts
+        scales = self.copy.groups(dim)
+        return {
+            "q": (rows, heads.q_features // 2),
+            "codes": (rows, heads.num_key_value_heads, dim // 4 + 2 * scales),  # of the new tokens' K and V
+            "partial": (rows, heads.num_attention_heads, splits, dim),
+            "max_sum": (rows, heads.num_attention_heads, splits, 2),
+            "attended": (rows, heads.q_features // 2),
+            "x_middle": (rows, hidden // 2),
+            "sumsq_middle": (rows, parts),
+            "h": (rows, self.intermediate_size // 2),
+            "x_end": (rows, hidden // 2),
+            "sumsq_end": (rows, parts),
+        }
 
     @property
     def instructions(self) -> tuple[str, ...]:
@@ -206,5 +210,11 @@ class DecodeLayersSpec(KernelSpec):
         attended = self.copy.page_bytes(heads.head_dim) + q + max(results, splits)
         columns = ROW_TILE * max(projection.most_tiles(self.blocks) for projection in projections)
         partial = _SETS * _SET_WARPS * self.batch * (columns + 4) * 4
-        parts = (self.slots * self.slot_bytes, max(staged, attended), partial, 4 * self.batch + 4 * (4 * 3 + 7), 16 * self.slots)
+        parts = (
+            self.slots * self.slot_bytes,
+            max(staged, attended),
+            partial,
+            4 * self.batch + 4 * (4 * 3 + 7),
+            16 * self.slots,
+        )
         return -(-sum(-(-part // 16) * 16 for part in parts) // 128) * 128

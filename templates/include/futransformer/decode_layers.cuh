@@ -57,14 +57,6 @@ constexpr int kSlotK = kSetWarps * kWarpK;  // k of a slot
 constexpr int kLayerWarps = kSets * kSetWarps;
 constexpr int kLayerThreads = kLayerWarps * kLanes;  // that multiply
 
-#ifdef FUTRANSFORMER_TRACE
-#define FT_MARK(n) if (threadIdx.x == 0) trace(args, tag, n)
-#define TRACED(...) __VA_ARGS__
-#else
-#define FT_MARK(n)
-#define TRACED(...)
-#endif
-
 // A projection [N, K], shared by `Blocks` blocks in groups of GroupTiles row tiles.
 template <int N, int K, int GroupTiles, int Blocks>
 struct LayerProjection {
@@ -123,7 +115,7 @@ struct DecodeLayers {
   static constexpr int kProjections = 4;
   using Staged = StagedActivations<Batch, kWindow, Weight::kUnitK>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
-  static_assert(kPageWarps <= kSetWarps, "a set attends to a page");
+  static_assert(kPageWarps == kSetWarps, "a set attends to a page");
 
   struct Results {
     float out[kAttending][Group][HeadDim + 4];
@@ -179,9 +171,6 @@ struct DecodeLayers {
     int pages_per_split;
     Exchange exchange;
     uint32_t* epoch;  // a launch's tags are its epoch + 1 .. num_layers
-#ifdef FUTRANSFORMER_TRACE
-    long long* times;
-#endif
   };
 
   // The slot at hand, the parity of how often the ring has been passed, and whose turn it is.
@@ -198,8 +187,6 @@ struct DecodeLayers {
       return later;
     }
     CUTLASS_DEVICE void advance() { *this = ahead(1); }
-    // Slots until it is a set's turn.
-    CUTLASS_DEVICE int until(int other) const { return (other - set + kSets) % kSets; }
   };
 
   // `epilogues` makes the chains: qkv(layer, rstd, tag), residual(is_down, l, tag), gate_up(rstd, tag).
@@ -235,20 +222,14 @@ struct DecodeLayers {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < args.num_layers * kProjections; ++step) {
       int const l = step / kProjections, projection = step % kProjections;
-      if (projection == 1) attend(shared, args, cursor, args.layers[l], tag);
+      if (projection == 1) attend(shared, args, cursor, args.layers[l], ++tag);  // qkv reads what the layer before has sent
       project(shared, args, cursor, epilogues, l, projection, tag);
-      if (projection == 0) ++tag;  // qkv reads what the layer before has sent
     }
     // The last block has a share of every projection. What it has read in the end was made by blocks that had begun.
     if (threadIdx.x == 0 && blockIdx.x == Blocks - 1) *args.epoch = tag;
   }
 
  private:
-#ifdef FUTRANSFORMER_TRACE
-  CUTLASS_DEVICE static void trace(Arguments const& args, uint32_t tag, int n) {
-    args.times[(size_t(tag % 32) * 104 + n) * Blocks + blockIdx.x] = clock64();
-  }
-#endif
   CUTLASS_DEVICE static void sync() { cutlass::arch::NamedBarrier::sync(kLayerThreads, 1); }
 
   // The streaming thread
@@ -295,12 +276,7 @@ struct DecodeLayers {
             ring.next(shared);
             Barrier& full = shared.full[ring.cursor.slot];
             unsigned char* const slot = shared.ring[ring.cursor.slot];
-#ifdef FUTRANSFORMER_NOLOAD
-            full.arrive();
-            if (bytes == 0)
-#else
             full.arrive_and_expect_tx(tiles * bytes);
-#endif
             CUTLASS_PRAGMA_NO_UNROLL
             for (int i = 0; i < tiles; ++i) load_bulk_once(slot + i * kChunkBytes, source + i * tile_bytes, bytes, full);
             ring.advance();
@@ -333,8 +309,6 @@ struct DecodeLayers {
                                      int projection, uint32_t tag) {
     Share const share = shared.shares[projection];
     if (share.first == share.last) return;
-    int const kMark = projection == 0 ? 0 : 8 + projection * 8;
-    FT_MARK(kMark);
     Exchange const& exchange = args.exchange;
     TaggedVector const* const x = projection == 0   ? exchange.x_end
                                   : projection == 1 ? exchange.attended
@@ -354,7 +328,6 @@ struct DecodeLayers {
       int const width = min(share.k - window, WindowK);
       if (window > 0) sync();  // the window before has been read
       shared.x.template stage<kLayerThreads>(x, tag, plain_x, args.m, share.k, window, width);
-      FT_MARK(kMark + 1);
       if (window == 0) {
         // By the last warps, which have least of x.
         if (projection % 2 == 0 && warp >= kLayerWarps - args.m) {
@@ -367,7 +340,6 @@ struct DecodeLayers {
         }
       }
       sync();
-      FT_MARK(kMark + 2);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int tile = share.first; tile < share.last; tile += kPairTiles) {
         float sums[kPairTiles][SplitSumFragment::kSums] = {};
@@ -397,9 +369,7 @@ struct DecodeLayers {
         }
       }
     }
-    FT_MARK(kMark + 3);
     sync();
-    FT_MARK(kMark + 4);
     if (!is_row) {
       // nothing to finish
     } else if (projection == 0) {
@@ -411,7 +381,6 @@ struct DecodeLayers {
       auto const chain = epilogues.residual(projection == 3, l, tag);
       finish(shared, share, row, lane, chain, [&](auto& operands) { copy(early, operands.first.added); });
     }
-    FT_MARK(kMark + 5);
     sync();  // who asks for others' results before this block's are on their way only holds them up
   }
 
@@ -593,11 +562,8 @@ struct DecodeLayers {
 
   CUTLASS_DEVICE static void attend_to_pages(Shared& shared, Arguments const& args, Cursor& cursor, Layer const& layer,
                                              uint32_t tag) {
-    FT_MARK(8);
     Work const& work = shared.work;
     int const thread = thread_now(), warp = thread / kLanes, lane = thread % kLanes;
-    int const set = warp / kSetWarps, of_set = warp % kSetWarps;
-    bool const attends = of_set < kPageWarps;
     Attended& attention = shared.attention;
     int const last = work.last, newest = work.newest();
     bool const has_newest = last - 1 == newest;
@@ -616,10 +582,13 @@ struct DecodeLayers {
     for (int of_warp = warp * kLanes; of_warp < kVectors; of_warp += kLayerThreads) {
       int const item = of_warp + lane;
       TaggedVector found[1];
-      receive(tag, found, [&](int) { return args.exchange.q + work.sequence_head() * kVectors + item; });
-      *reinterpret_cast<uint2*>(attention.q + 4 * item) = make_uint2(uint32_t(found[0].words[0]), uint32_t(found[0].words[1]));
+      receive(tag, found, [&](int) {
+        return item < kVectors ? args.exchange.q + work.sequence_head() * kVectors + item : nullptr;
+      });
+      if (item < kVectors) {
+        *reinterpret_cast<uint2*>(attention.q + 4 * item) = make_uint2(uint32_t(found[0].words[0]), uint32_t(found[0].words[1]));
+      }
     }
-    static_assert(kVectors % kLanes == 0, "a warp fetches whole vectors");
     CUTLASS_PRAGMA_NO_UNROLL
     for (int of_warp = (kLayerWarps - 1 - warp) * kLanes; has_newest && of_warp < Codes::kCount; of_warp += kLayerThreads) {
       int const item = of_warp + lane;
@@ -631,42 +600,29 @@ struct DecodeLayers {
         Codes::put(reinterpret_cast<char*>(&attention.newest), (work.length - 1) % PageSize, item, uint32_t(found[0]));
       }
     }
-    FT_MARK(9);
     sync();
-    if (attends) {
+    {
       Fragments fragments;
       Tokens::begin(attention.q - work.sequence_head() * Group * HeadDim, work, fragments);
-      FT_MARK(10);
       float const scale = Tokens::score_scale({layer.kv_copy}, args.softmax_scale);
-      int const first_token = of_set * Tokens::kTokens;
-      Cursor own = cursor;
+      int const first_token = warp % kSetWarps * Tokens::kTokens;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int page = work.first; page < last; ++page, own.advance()) {
-        if (own.set != set) continue;
-        Page const* stored = &attention.newest;
-        if (page != newest) {
-          wait(shared.full[own.slot], own.parity);
-          stored = reinterpret_cast<Page const*>(shared.ring[own.slot]);
+      for (int page = work.first; page < last; ++page) {
+        bool const in_ring = page != newest;
+        if (cursor.set == warp / kSetWarps) {
+          if (in_ring) wait(shared.full[cursor.slot], cursor.parity);
+          void const* const stored = in_ring ? static_cast<void const*>(shared.ring[cursor.slot]) : &attention.newest;
+          int const tokens = work.length - page * PageSize - first_token;
+          if (tokens > 0) Tokens::attend(*static_cast<Page const*>(stored), first_token, tokens, scale, fragments);
+          asm volatile("" ::: "memory");  // no read of the slot comes later
+          __syncwarp();
+          if (in_ring && lane == 0) shared.empty[cursor.slot].arrive();
         }
-        int const tokens = work.length - page * PageSize - first_token;
-        if (tokens > 0) Tokens::attend(*stored, first_token, tokens, scale, fragments);
-        asm volatile("" ::: "memory");
-        __syncwarp();
-        if (page != newest && lane == 0) shared.empty[own.slot].arrive();
+        if (in_ring) cursor.advance();
       }
-      FT_MARK(11);
       Tokens::end(fragments);
-      publish(attention.warps, lane, set * kPageWarps + of_set, fragments);
-    } else {
-      Cursor own = cursor;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int page = work.first; page < last && page != newest; ++page, own.advance()) {
-        if (own.set != set) continue;
-        wait(shared.full[own.slot], own.parity);
-        if (lane == 0) shared.empty[own.slot].arrive();
-      }
+      publish(attention.warps, lane, warp, fragments);
     }
-    cursor = cursor.ahead(last - work.first - has_newest);
     sync();
 
     int const first_row = (work.sequence_head() * args.splits + work.split) * Group;
@@ -685,7 +641,6 @@ struct DecodeLayers {
         if (quad == 0) send(args.exchange.max_sum + first_row + head, __float_as_uint(total.max), __float_as_uint(total.sum), tag);
       }
     }
-    FT_MARK(12);
   }
 
   // Lay a warp's result out in shared memory.
@@ -741,13 +696,11 @@ struct DecodeLayers {
             make_float2(__uint_as_float(uint32_t(found[0].words[0])), __uint_as_float(uint32_t(found[0].words[1])));
       }
     }
-    FT_MARK(13);
     sync();
     for (int item = thread; item < quads; item += kLayerThreads) {
       store(args, layer, work, first + item,
             combine(work.splits, &splits.max_sum[0][(first + item) / kQuads], Group, splits.out + item, quads), tag);
     }
-    FT_MARK(14);
   }
 
   CUTLASS_DEVICE static void store(Arguments const& args, Layer const& layer, Work const& work, int item,
