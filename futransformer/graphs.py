@@ -74,7 +74,11 @@ class GraphPool:
         try:
             with capture(graph, self._handle):
                 found = run()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # ending what has failed may fail as well
+            if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
+                error.__context__, torch.OutOfMemoryError
+            ):
+                raise
             self.full = True
             return None
         return graph, None if found is None else _unheld(found)

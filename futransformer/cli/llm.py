@@ -57,6 +57,7 @@ def load_llm(args: argparse.Namespace, folder: Path) -> LLM:
     """Load the model and say what computes."""
     from futransformer.driver import hopper_problem  # noqa: PLC0415 - see futransformer.cli
     from futransformer.llm import LLM  # noqa: PLC0415
+    from futransformer.memory import gib  # noqa: PLC0415
 
     if args.num_pages is not None and args.num_pages < 1:
         raise InputError(f"--num-pages must be at least 1, not {args.num_pages}")
@@ -82,7 +83,10 @@ def load_llm(args: argparse.Namespace, folder: Path) -> LLM:
     engine = llm.engine
     if args.warm_up and engine.model.ops.capturable:
         warmed = engine.warm_up(args.warm_up, say)
-        say(f"captured {warmed.captured} of {warmed.shapes} shapes in {warmed.seconds:.1f} s")
+        say(
+            f"captured {warmed.captured} of {warmed.shapes} shapes of steps and passes in {warmed.seconds:.1f} s, "
+            f"{gib(warmed.memory)}"
+        )
     say(
         f"{engine.model.config.name} on: {engine.model.ops.describe()}; {engine.stats().num_pages} pages of 64 tokens, "
         f"texts of up to {engine.max_model_len}"

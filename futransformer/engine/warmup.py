@@ -24,11 +24,12 @@ TOLD_EVERY = 2.0  # seconds
 
 
 class WarmedUp(NamedTuple):
-    """How many shapes there are, and how many of them have a graph now."""
+    """How many shapes there are, how many of them have a graph now, and what those took."""
 
     captured: int
     shapes: int
     seconds: float
+    memory: int  # bytes of the device, the eager runs' workspaces included
 
 
 def buckets(most: int) -> list[int]:
@@ -59,7 +60,7 @@ def warm_up(
     """Capture for so many seconds at most; nothing where steps are no graphs."""
     begin = told = now()
     waiting = list(captures) if model.ops.capturable else []
-    done = 0
+    done, free = 0, _free(model.cache.device)
     with torch.inference_mode():
         for capture in waiting:
             if now() - begin >= seconds or model.graph_pool.full:
@@ -69,4 +70,12 @@ def warm_up(
             if progress is not None and now() - told >= TOLD_EVERY:
                 told = now()
                 progress(f"captured {done} of {len(waiting)} shapes of steps and passes")
-    return WarmedUp(done, len(waiting), now() - begin)
+    return WarmedUp(done, len(waiting), now() - begin, free - _free(model.cache.device))
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of a GPU that nobody has; 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.mem_get_info(device)[0])

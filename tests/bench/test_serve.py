@@ -17,6 +17,7 @@ from futransformer.bench.runner import Outcome, run_host_case
 from futransformer.bench.subjects import serve
 from futransformer.bench.subjects.serve import Loop
 from futransformer.engine import Engine
+from futransformer.engine.warmup import WarmedUp
 from futransformer.generator.config import load_config
 from tests.bench.conftest import CpuBench, ReferenceKernels
 from tests.engine.exact import ExactLlama
@@ -82,6 +83,18 @@ def test_a_closed_loop_is_told_in_five_rows(small: None, jobs: list[transformers
     assert first["spread"][0] <= first["ours"] <= first["spread"][1] <= first["p99"]
     assert step["beside"]["a decode step alone"] > 0
     assert 0 < host["ours"] < step["ours"] * 1.001
+
+
+def test_graphs_are_told_by_their_time_and_memory(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that has no graph is one too many."""
+    model = serve.load("8b", "bf16", TinyBench(), 77)
+    assert serve.graph_rows(model, "a") == []
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, seconds: WarmedUp(191, 192, 4.5, 3 * 10**8))
+    time_taken, memory = serve.graph_rows(model, "a")
+    assert (time_taken["case"], time_taken["ours"], time_taken["unit"]) == ("a/warm-up", 4.5, "s")
+    assert (memory["case"], memory["ours"], memory["unit"]) == ("a/graphs", 0.3, "GB")
+    assert time_taken["error"] == memory["error"] == 1
+    assert model.cache.free_pages == model.cache.num_pages
 
 
 def test_a_rival_that_reads_bf16_runs_once_for_all_precisions(

@@ -83,10 +83,11 @@ class Soak:
 
     def run(self, seconds: float) -> None:
         """Rounds of traffic; the memory of the last third is that of the second."""
-        for _ in range(ROUNDS):
-            self._round(time.monotonic() + seconds / ROUNDS)
+        rounds = ROUNDS if seconds >= SETTLED_SECONDS else 3
+        for _ in range(rounds):
+            self._round(time.monotonic() + seconds / rounds)
             self.memory.append(Memory.now())
-        third = ROUNDS // 3
+        third = rounds // 3
         before, after = (Memory.most(part) for part in (self.memory[third:-third], self.memory[-third:]))
         assert seconds < SETTLED_SECONDS or after.host - before.host <= HOST_GROWTH, self.memory
         assert after.tensors - before.tensors <= DEVICE_GROWTH, self.memory

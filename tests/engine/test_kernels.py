@@ -104,6 +104,7 @@ def test_soak(small_model: Path, num_pages: int, request: pytest.FixtureRequest)
     soaked = load(small_model, request, num_pages=num_pages, **batches)
     warmed = soaked.engine.warm_up(60)
     assert warmed.captured == warmed.shapes
+    assert warmed.memory < 1 << 30, "graphs keep their memory from each other"
     draw = random.Random(3)
     prompts = [*TEXTS, *(" ".join(map(str, range(begin, begin + 40))) for begin in (0, 100))] * 4  # up to 160 tokens
     kinds = kinds_of(soaked, prompts, [params_of(index, draw) for index in range(len(prompts))])

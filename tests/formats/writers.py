@@ -124,7 +124,12 @@ def llm_compressor_section() -> dict[str, Any]:
     observed = {"observer": "memoryless_minmax", "observer_kwargs": {}, "dynamic": False, "block_structure": None}
     group["weights"] |= {**observed, "scale_dtype": None, "zp_dtype": None}
     group |= {"format": "pack-quantized", "output_activations": None}
-    spare = {"global_compression_ratio": None, "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}}
+    spare: dict[str, Any] = {
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
     return {**section, **spare, "quantization_status": "compressed", "version": "0.19.0"}
 
 

@@ -93,10 +93,26 @@ def test_all_graphs_of_a_model_share_their_memory(device: list[Any]) -> None:
     assert len(set(device)) == 2, "another model's graphs may run at any time"
 
 
-def test_without_memory_no_other_graph_is_tried(device: list[Any]) -> None:
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_without_memory_no_other_graph_is_tried(
+    device: list[Any], monkeypatch: pytest.MonkeyPatch, ends_badly: bool
+) -> None:
+    graph = torch.cuda.graph
+
+    @contextmanager
+    def failing(*arguments: Any, **options: Any) -> Iterator[None]:
+        with graph(*arguments, **options):
+            try:
+                yield
+            except torch.OutOfMemoryError:
+                if ends_badly:
+                    raise RuntimeError("a capture that failed cannot be ended")  # noqa: B904 - as CUDA does
+                raise
+
     def run() -> None:
         raise torch.OutOfMemoryError
 
+    monkeypatch.setattr(torch.cuda, "graph", failing)
     pool = GraphPool()
     assert pool.record(run) is None
     assert pool.full
