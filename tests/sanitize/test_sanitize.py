@@ -246,8 +246,8 @@ def test_every_kernel_of_the_exports_has_a_case() -> None:
     for export in EXPORTS:
         if export not in (models.TAILS_NAME, models.COPIES_NAME):
             specs = models.specs_of(export)
-            # Its blocks wait for one another, and its tensors are addresses in a table: a tool that runs one launch at a
-            # time, of tensors that are copied for it, cannot drive it. The results name it as not launched.
+            # Of decode_layers tensors are addresses in a table, which cannot be copied for a tool: it is told as not
+            # launched.
             assert {spec.name for spec in specs if not isinstance(spec, DecodeLayersSpec)} <= covered
 
 
