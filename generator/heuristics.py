@@ -73,6 +73,7 @@ LAYERS_BATCHES = (
 )  # sequences of a persistent step: of two, three and four a layer of 8B takes 62, 78 and 88 us, chained 44
 LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
 LAYERS_STAGED_K = 16_384  # k times sequences whose activations are in shared memory together: 32 KB
+LAYERS_FOUR_AT_ONCE = (Heads(32, 8, 128),)  # of other heads four of a lane's loads are one register too many
 LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 4, 32  # of its ring
 
 
@@ -584,6 +585,7 @@ def decode_layers_specs(
             slots=2,
             in_flight=2,
             window_k=window,
+            at_once=4 if heads in LAYERS_FOUR_AT_ONCE else 3,
         )
         slots = (MAX_SHARED_BYTES - least.shared_bytes) // (least.slot_bytes + 16) + least.slots
         if slots >= LAYERS_LEAST_SLOTS:

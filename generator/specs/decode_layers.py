@@ -74,7 +74,7 @@ class DecodeLayersSpec(KernelSpec):
     """Every layer for up to ``batch`` sequences, by ``blocks`` blocks that run at once, one a multiprocessor.
 
     A warp streams weights and pages through ``slots`` slots of shared memory, at most ``in_flight`` of them under way.
-    Activations of ``window_k`` k are in shared memory at a time.
+    Activations of ``window_k`` k are in shared memory at a time; a lane asks for ``at_once`` times eight of them together.
     """
 
     template: ClassVar[str] = "decode_layers_sm90.cu.jinja"
@@ -91,11 +91,13 @@ class DecodeLayersSpec(KernelSpec):
     slots: int
     in_flight: int
     window_k: int
+    at_once: int
 
     def __post_init__(self) -> None:
         self.require(1 <= self.batch <= 4, "batch must be 1 to 4")
         self.require(self.window_k % SLOT_K == 0, f"window_k must be a multiple of {SLOT_K}")
         self.require(self.slots >= 2, "a ring needs two slots")
+        self.require(1 <= self.at_once <= 4, "at_once must be 1 to 4: of more, registers spill")
         self.require(1 <= self.in_flight <= self.slots, "in_flight must be 1 to slots")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
@@ -133,7 +135,7 @@ class DecodeLayersSpec(KernelSpec):
         form = f"{self.copy}".replace("-", "_")
         return (
             f"decode_layers_sm90_int4g{self.group_k}{'z' * self.zero_points}_{self.heads}_n{self.hidden_size}"
-            f"_i{self.intermediate_size}_b{self.batch}_s{self.slots}x{self.in_flight}_k{self.window_k}"
+            f"_i{self.intermediate_size}_b{self.batch}_s{self.slots}x{self.in_flight}_k{self.window_k}x{self.at_once}"
             f"_t{self.blocks}_{form}"
         )
 

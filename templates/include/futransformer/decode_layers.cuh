@@ -88,7 +88,7 @@ struct Exchange {
 };
 
 template <class Element, class Qkv, class O, class GateUp, class Down, class Format, int KvHeads, int Group, int HeadDim, int PageSize,
-          int Batch, int Blocks, int Slots, int InFlight, int WindowK>
+          int Batch, int Blocks, int Slots, int InFlight, int WindowK, int AtOnce>
 struct DecodeLayers {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
   using Tokens = DecodeTokens<Format, Group, HeadDim, PageSize>;
@@ -113,7 +113,7 @@ struct DecodeLayers {
   static constexpr int kMostK = most(Qkv::kK, O::kK, GateUp::kK, Down::kK);
   static constexpr int kWindow = kMostK < WindowK ? kMostK : WindowK;
   static constexpr int kProjections = 4;
-  using Staged = StagedActivations<Batch, kWindow, Weight::kUnitK>;
+  using Staged = StagedActivations<Batch, kWindow, Weight::kUnitK, AtOnce>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
   static_assert(kPageWarps == kSetWarps, "a set attends to a page");
 

@@ -15,7 +15,8 @@ namespace futransformer {
 constexpr int kPartK = 128;  // k that a lane reads in two loads
 
 // Room for `K` k of `Batch` sequences, in units of UnitK.
-template <int Batch, int K, int UnitK>
+// A lane has AtOnce items of eight k on their way at the same time.
+template <int Batch, int K, int UnitK, int AtOnce>
 struct StagedActivations {
   static_assert(Batch <= kSplitBatch, "both bytes of a sequence stand in one MMA");
   static constexpr int kParts = (K + kPartK - 1) / kPartK;
@@ -33,41 +34,39 @@ struct StagedActivations {
   CUTLASS_DEVICE void stage(TaggedVector const* sent, uint32_t tag, bf16 const* plain, int m, int stride, int first, int width) {
     int const thread = thread_now(), items = m * width / 8;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int of_warp = thread / kLanes * kLanes; of_warp < items; of_warp += kAtOnce * Threads) {
-      uint4 eights[kAtOnce];
+    for (int of_warp = thread / kLanes * kLanes; of_warp < items; of_warp += AtOnce * Threads) {
+      uint4 eights[AtOnce];
       if (plain != nullptr) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < AtOnce; ++i) {
           int const item = of_warp + i * Threads + thread % kLanes;
           eights[i] = {0, 0, 0, 0};
           if (item < items) eights[i] = __ldcg(reinterpret_cast<uint4 const*>(plain + element(item, stride, first, width)));
         }
       } else {
-        TaggedVector found[2 * kAtOnce];
+        TaggedVector found[2 * AtOnce];
         receive(tag, found, [&](int i) {
           int const item = of_warp + i / 2 * Threads + thread % kLanes;
           return item < items ? sent + element(item, stride, first, width) / 4 + i % 2 : nullptr;
         });
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < AtOnce; ++i) {
           TaggedVector const *const low = &found[2 * i], *const high = low + 1;
           eights[i] = make_uint4(uint32_t(low->words[0]), uint32_t(low->words[1]), uint32_t(high->words[0]), uint32_t(high->words[1]));
         }
       }
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < AtOnce; ++i) {
         int const item = of_warp + i * Threads + thread % kLanes, row = Batch == 1 ? 0 : item * 8 / width;
         if (of_warp + i * Threads >= items) break;
         put(row, item * 8 - row * width, eights[0], item < items);
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j + 1 < kAtOnce; ++j) eights[j] = eights[j + 1];
+        for (int j = 0; j + 1 < AtOnce; ++j) eights[j] = eights[j + 1];
       }
     }
   }
 
  private:
-  static constexpr int kAtOnce = 4;  // of a lane's, on their way at the same time
-
   CUTLASS_DEVICE static size_t element(int item, int stride, int first, int width) {
     int const row = Batch == 1 ? 0 : item * 8 / width;
     return size_t(row) * stride + first + item * 8 - row * width;
