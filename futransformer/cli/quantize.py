@@ -13,7 +13,7 @@ from futransformer.cli.model import SMALL_MODEL, load, model_folder, read_text, 
 from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import BLOCKS
 from futransformer.generator.kv_format import DEFAULT as DEFAULT_COPY
-from futransformer.generator.precision import CHANNEL, GROUP_SIZES, Precision, get_precision
+from futransformer.generator.precision import CHANNEL, GROUP_SIZES, Precision, gains_in_x, get_precision
 from futransformer.texts import WIKITEXT2, read_wikitext2
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ def add_parsers(subparsers: Subparsers) -> None:
         "--rotate",
         action="store_true",
         help="rotate the residual stream, and V within its heads, by what is folded into the weights: spreads outliers",
+    )
+    parser.add_argument(
+        "--keep-gains",
+        action="store_true",
+        help="leave gains in the norms, not in the weights; decode multiplies them into the x that it writes",
     )
     gptq = parser.add_argument_group("gptq, and the text that it reads")
     gptq.add_argument(
@@ -136,7 +141,8 @@ def _quantize(args: argparse.Namespace) -> int:
     precision = _precision(args, f"int4{groups.suffix}")
     folder, device = model_folder(args.model), _device(args.device)
     config = load_config(folder)
-    folding = Folding(args.rotate, _value_rotation(args, config), device)
+    folding = Folding(args.rotate, _value_rotation(args, config), device, args.keep_gains)
+    folding.check(config.name, config.head_dim)
     check_output(folder, args.output, force=args.force, what=WHAT)
     described: dict[str, Any] = {
         "method": args.method,
@@ -145,6 +151,7 @@ def _quantize(args: argparse.Namespace) -> int:
         "scale_search": method.search,
         "residual_rotation": folding.residual_rotation,
         "value_rotation": folding.value_rotation,
+        "keep_gains": folding.keep_gains,
     }
     text = _calibration(args, folder, config) if args.method == "gptq" or args.fp8_prefill else None
     if args.method == "gptq":
@@ -159,7 +166,8 @@ def _quantize(args: argparse.Namespace) -> int:
     def quantiser(checkpoint: Checkpoint) -> LayerQuantiser:
         if args.method == "rtn" or text is None:
             return Nearest(method, device)
-        return Gptq(method, CalibrationStream(config, folding.embedding(checkpoint), text.windows, device))
+        stream = CalibrationStream(config, folding.embedding(checkpoint), text.windows, device)
+        return Gptq(method, stream, checkpoint.norm_gains() if folding.keep_gains else ())
 
     def show(progress: Progress) -> None:
         left = progress.seconds_left
@@ -216,6 +224,8 @@ def _precision(args: argparse.Namespace, weights: str) -> Precision:
     copied = "int4" in args.kv and block not in (None, DEFAULT_COPY.hadamard)
     name = f"{'fp8-' if args.fp8_prefill else ''}{weights}{HEADS[args.lm_head]}{CACHES[args.kv]}"
     precision = get_precision(name + (f"-h{block}" if copied else ""))
+    if args.keep_gains:
+        precision = gains_in_x(precision)
     if args.format != OWN and (args.fp8_prefill or precision.suffix):
         raise InputError(
             f"--format {args.format} has no place for --fp8-prefill, --lm-head and --kv: leave them out, or write "

@@ -1,4 +1,4 @@
-"""A model's weights as they are quantised: gains of norms in them, and rotated, if they are to be.
+"""A model's weights as they are quantised: gains of norms in them or not, and rotated, if they are to be.
 
 Two rotations change nothing that a model computes, but what there is to round: outliers of a few columns are spread
 over all. That of the *residual stream*, x -> x R, goes through RMSNorm (whose gain is in the weight behind it), for it
@@ -36,9 +36,14 @@ class Folding:
     residual_rotation: bool = False
     value_rotation: int = 0  # features of a head in whose blocks V comes out rotated (quantize/kv_int4.py); 0: not
     device: torch.device = CPU
+    keep_gains: bool = False  # leave those of the layers' norms where they are; not where the stream is rotated
 
     def check(self, name: str, head_dim: int) -> None:
-        """Refuse a block that heads are no multiple of."""
+        """Refuse a block that heads are no multiple of, and gains of a stream that is another one."""
+        if self.keep_gains and self.residual_rotation:
+            raise InputError(
+                f"{name}: rotating the residual stream folds gains into the weights; leave out one of both"
+            )
         if self.value_rotation and head_dim % self.value_rotation:
             raise InputError(
                 f"{name}: heads of {head_dim} features are no whole Hadamard blocks of {self.value_rotation}; "
@@ -55,9 +60,17 @@ class Folding:
         for module in projections_of(index):
             weight = checkpoint.projection(module).to(self.device)
             adds = module.endswith(("o_proj", "down_proj"))
-            weight = weight.to(torch.bfloat16) if adds else fold_gain(weight, gains[".mlp." in module])
+            plain = adds or self.keep_gains
+            weight = weight.to(torch.bfloat16) if plain else fold_gain(weight, gains[".mlp." in module])
             folded[module] = self._rotated(weight, module, adds)
         return folded
+
+    def norms(self, checkpoint: Checkpoint, index: int) -> dict[str, Tensor]:
+        """The weights of a layer's norms, by name, BF16 [hidden_size]: ones where gains are folded."""
+        names = [f"model.layers.{index}.{norm}.weight" for norm in NORMS]
+        if self.keep_gains:
+            return {name: checkpoint.read(name).to(torch.bfloat16) for name in names}
+        return {name: torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16) for name in names}
 
     def embedding(self, checkpoint: Checkpoint) -> Tensor:
         """The embedding [vocab_size, hidden_size], BF16: where the stream begins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Quantised(NamedTuple):
 
 
 class LayerQuantiser(Protocol):
-    """What quantises layers, which come in order. Weights go by their modules' names; gains are in them."""
+    """What quantises layers, which come in order. Weights go by their modules' names."""
 
     def quantise(self, index: int, weights: Mapping[str, Tensor]) -> Mapping[str, Quantised]:
         """The codes of a layer's projections, on the CPU."""
@@ -71,10 +71,11 @@ class Nearest:
 class Gptq:
     """Every weight by GPTQ, for a text that has gone through all that was quantised before it."""
 
-    def __init__(self, method: Int4Method, stream: CalibrationStream) -> None:
-        """``stream`` stands before the first layer."""
+    def __init__(self, method: Int4Method, stream: CalibrationStream, gains: Sequence[Tensor] = ()) -> None:
+        """``stream`` stands before the first layer; ``gains``: of all norms, where weights have none in them."""
         self._method = method
         self._stream = stream
+        self._gains = gains
 
     def quantise(self, index: int, weights: Mapping[str, Tensor]) -> Mapping[str, Quantised]:
         """See LayerQuantiser.quantise."""
@@ -92,7 +93,7 @@ class Gptq:
                 first = rows.stop
             return codes.dequantise()
 
-        self._stream.pass_layer(fused, rounder)
+        self._stream.pass_layer(fused, rounder, self._gains[2 * index : 2 * index + 2])
         return quantised
 
     def passed(self, index: int, weights: Mapping[str, Tensor], codes: Mapping[str, Int4Weight]) -> None:
@@ -102,7 +103,8 @@ class Gptq:
             {
                 op: torch.cat([codes[module].to(self._stream.device).dequantise() for module in modules[part]])
                 for op, part in TOGETHER.items()
-            }
+            },
+            gains=self._gains[2 * index : 2 * index + 2],
         )
 
 

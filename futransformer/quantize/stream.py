@@ -1,13 +1,14 @@
 """The residual stream of a calibration text, carried through a model's layers in plain PyTorch.
 
 Layers are read as decode reads them: the stream is float32, what a projection reads has the type of computing, BF16 on
-a GPU and float32 elsewhere. Gains are in the weights, so a norm is its rstd. Windows are taken some at a time; only the
-stream, and what o reads, are kept of all of them.
+a GPU and float32 elsewhere. A norm is its rstd, and its gain where weights have none in them. Windows are taken some at
+a time; only the stream, and what o reads, are kept of all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from futransformer.quantize.gram import gram_of
 
 ROWS = 16384  # tokens at a time: gate and up of 8B are 0.9 GB in BF16
 
-Weights = Mapping[Projection, Tensor]  # of a layer: qkv, o, gate_up, down [N, K], rows in natural order, gains in them
+Weights = Mapping[Projection, Tensor]  # of a layer: qkv, o, gate_up, down [N, K], rows in natural order
 Rounder = Callable[[Projection, Tensor], Tensor]  # its operands' Gram matrix -> the weight to go on with
 Operands = Callable[[slice], Tensor]  # of some windows: what is read
 
@@ -49,25 +50,27 @@ class CalibrationStream:
         self._batches = [slice(start, start + at_once) for start in range(0, len(tokens), at_once)]
 
     @torch.inference_mode()
-    def pass_layer(self, weights: Weights, rounder: Rounder | None = None) -> None:
+    def pass_layer(self, weights: Weights, rounder: Rounder | None = None, gains: Sequence[Tensor] = ()) -> None:
         """Go through a layer. With ``rounder`` each weight is replaced before it is used.
 
-        Its operands have then gone through all weights that were replaced before it.
+        Its operands have then gone through all weights that were replaced before it. ``gains``: of the layer's two
+        norms, [H], where weights have none in them.
         """
         qkv, o, gate_up, down = (weights[op].to(self.device, self.dtype) for op in ("qkv", "o", "gate_up", "down"))
+        first, second = (partial(self._normed, gain.to(self.device)) for gain in gains or [torch.ones(1)] * 2)
         if rounder is not None:
-            qkv = self._replace("qkv", rounder, self._normed)
+            qkv = self._replace("qkv", rounder, first)
         for windows in self._batches:
-            self._attended[windows] = self._attend(self._normed(windows) @ qkv.T)
+            self._attended[windows] = self._attend(first(windows) @ qkv.T)
         if rounder is not None:
             o = self._replace("o", rounder, lambda windows: self._attended[windows])
         for windows in self._batches:
             self.residual[windows] += self._attended[windows] @ o.T
         if rounder is not None:
-            gate_up = self._replace("gate_up", rounder, self._normed)
-            down = self._replace("down", rounder, lambda windows: self._activated(windows, gate_up))
+            gate_up = self._replace("gate_up", rounder, second)
+            down = self._replace("down", rounder, lambda windows: activated(second(windows) @ gate_up.T))
         for windows in self._batches:
-            self.residual[windows] += self._activated(windows, gate_up) @ down.T
+            self.residual[windows] += activated(second(windows) @ gate_up.T) @ down.T
 
     def _replace(self, op: Projection, rounder: Rounder, operands: Operands) -> Tensor:
         gram: Tensor | None = None
@@ -77,10 +80,10 @@ class CalibrationStream:
         assert gram is not None
         return rounder(op, gram).to(self.device, self.dtype)
 
-    def _normed(self, windows: slice) -> Tensor:
+    def _normed(self, gain: Tensor, windows: slice) -> Tensor:
         x = self.residual[windows]
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return (x * rstd).to(self.dtype)
+        return (x * rstd * gain).to(self.dtype)
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """What o reads [windows, L, q features], of the three projections' results."""
@@ -97,6 +100,8 @@ class CalibrationStream:
         turned = first * self._cos - second * self._sin, second * self._cos + first * self._sin
         return torch.cat(turned, -1).to(self.dtype)
 
-    def _activated(self, windows: slice, gate_up: Tensor) -> Tensor:
-        gate, up = (self._normed(windows) @ gate_up.T).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+
+def activated(gate_up: Tensor) -> Tensor:
+    """What down reads, of gate's and up's results [..., 2 I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)

@@ -1,8 +1,9 @@
 """A model whose projections are INT4 codes, written as a folder, layer by layer.
 
 The folder is a compressed-tensors checkpoint (pack-quantized), which other engines read as well: the gains of the
-layers' norms are folded into the weights before they are quantised, and their weights are ones; the last norm, the
-embedding and the head stay as they are, unless the stream is rotated (futransformer.quantize.folding).
+layers' norms are folded into the weights before they are quantised, and their weights are ones, unless they are kept.
+The last norm, the embedding and the head stay as they are, unless the stream is rotated
+(futransformer.quantize.folding).
 futransformer.json beside it has the method and the sha256 of every file. Of our own format it also names the precision
 that the model is made for, and what an FP8 prefill reads lies beside it: codes of the same weights before they were
 INT4, and scales of activations.
@@ -19,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from futransformer.generator.precision import E4M3, Precision
 from futransformer.quantize.assemble import DONE, assemble, seal, write_json, write_whole
 from futransformer.quantize.description import FORMAT, INT4_SECTION, precision_section, sha256_of, weight_files
 from futransformer.quantize.folder import SCALES_FILE, check_output, publish, save_scales, scratch_beside
-from futransformer.quantize.folding import NORMS, Folding, logical_weights
+from futransformer.quantize.folding import Folding, logical_weights
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.layers import Errors, LayerQuantiser
 from futransformer.quantize.recipe import Fp8Recipe
@@ -128,8 +129,8 @@ def write_quantised(
         )
     folding.check(config.name, config.head_dim)
     count, there = config.num_hidden_layers, output.resolve()
-    rotations = [folding.residual_rotation, folding.value_rotation]
-    job = _job(source, [groups, rotations, method, own.precision.weight_scales if own and own.fp8 else None])
+    folded = [folding.residual_rotation, folding.value_rotation, folding.keep_gains]
+    job = _job(source, [groups, folded, method, own.precision.weight_scales if own and own.fp8 else None])
     partial = there.parent / f".{there.name}-{job}.partial"
     shards = [f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
     layers = [
@@ -152,13 +153,13 @@ def write_quantised(
             if found is None:
                 quantised = working.quantise(index, weights)
                 found = {module: quantised[module].errors for module in weights}
-                ones = torch.ones(config.hidden_size, dtype=torch.bfloat16)
-                tensors = {f"model.layers.{index}.{norm}.weight": ones.clone() for norm in NORMS}
+                tensors = folding.norms(checkpoint, index)
                 for module in weights:
                     tensors |= packed_tensors(module, quantised[module].codes)
                 files = {layer.int4: save(tensors, {"format": "pt"})}
                 if own is not None and own.fp8:
-                    files[layer.fp8] = save(_fp8_tensors(checkpoint, index, weights, own.precision))
+                    with_gains = replace(folding, keep_gains=False).layer(checkpoint, index)
+                    files[layer.fp8] = save(_fp8_tensors(checkpoint, index, with_gains, own.precision))
                 layer.write(files, found)
                 written += 1
                 spent += time.perf_counter() - start

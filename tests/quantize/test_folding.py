@@ -15,6 +15,7 @@ from futransformer.checkpoint import EMBEDDING, HEAD, load_checkpoint, projectio
 from futransformer.cli import main
 from futransformer.generator.config import load_config
 from futransformer.model import Llama
+from futransformer.quantize.description import named_precision
 from futransformer.quantize.folding import Folding
 from futransformer.quantize.kv_int4 import rotate
 from futransformer.quantize.stream import CalibrationStream
@@ -96,3 +97,37 @@ def test_a_rotated_model_is_written_and_served(tiny_model: Path, tmp_path: Path,
     )
     share = (ours - theirs).norm() / theirs.norm()
     assert 0.01 < share < 0.5, "weights are 7 % off; logits of another model would be 140 %"
+
+
+@pytest.mark.parametrize("options", [("--method", "rtn"), ("--method", "gptq", "--kv", "int4", "--fp8-prefill")])
+def test_gains_that_are_kept_stay_in_the_norms(tiny_model: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Codes are of the weights as they were, V and o rotated beside an INT4 cache; FP8 codes have gains in them."""
+    text = ("--calibration", "random", "--samples", "4", "--seqlen", "64") if "gptq" in options else ()
+    small = ("--group-size", "32", "--asymmetric", "--device", "cpu", "--keep-gains")
+    assert main(["quantize", str(tiny_model), "-o", str(tmp_path / "out"), *small, *options, *text]) == 0
+    fp8, kv4 = "--fp8-prefill" in options, "--kv" in options
+    assert named_precision(tmp_path / "out") == f"{'fp8-' * fp8}int4-g32-asym-gain{'-kv4' * kv4}"
+    ours, theirs = (load_checkpoint(folder, load_config(folder)) for folder in (tmp_path / "out", tiny_model))
+    for kept, gain in zip(ours.norm_gains(), theirs.norm_gains(), strict=True):
+        assert torch.equal(kept, gain)
+    for index in range(2):
+        for module in projections_of(index):
+            if not (kv4 and module.endswith(("v_proj", "o_proj"))):
+                exact = theirs.projection(module).float()
+                assert (ours.projection(module) - exact).norm() < 0.15 * exact.norm(), module
+    model, exact_model = (
+        Llama.from_pretrained(folder, device="cpu", cache_tokens=512) for folder in (tmp_path / "out", tiny_model)
+    )
+    assert len(model.weights.gains) == 5
+    logits, expected = (each.prefill(TOKENS.tolist(), rows="all") for each in (model, exact_model))
+    assert (logits - expected).norm() < 0.5 * expected.norm()
+    column = torch.full((len(TOKENS),), 5, dtype=torch.int32)
+    logits, expected = (each.decode(column) for each in (model, exact_model))
+    assert (logits - expected).norm() < 0.5 * expected.norm()
+
+
+def test_gains_of_another_stream_are_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(tiny_model), "-o", str(tmp_path / "out"), "--rotate", "--keep-gains"]) == 2
+    assert "rotating the residual stream folds gains into the weights" in capsys.readouterr().err

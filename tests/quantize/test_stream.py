@@ -85,6 +85,32 @@ def test_it_goes_transformers_way(tiny_model: Path, monkeypatch: pytest.MonkeyPa
 
 
 @torch.inference_mode()
+def test_gains_of_norms_are_operands_or_in_the_weights(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same way through the layer; what projections read of them, and so its Gram matrix, has them or not."""
+    checkpoint = load_checkpoint(tiny_model, load_config(tiny_model))
+    weights = {op: weight.float() for op, weight in folded(tiny_model, 0).items()}
+    first, second = checkpoint.norm_gains()[:2]
+    assert not torch.equal(first, torch.ones_like(first))
+    plain = {**weights, "qkv": weights["qkv"] / first, "gate_up": weights["gate_up"] / second}
+    seen: list[Tensor] = []  # Gram matrices of qkv's, o's, gate_up's and down's operands, of one way after the other's
+
+    def go(through: dict[Projection, Tensor], gains: list[Tensor]) -> Tensor:
+        def keep(op: Projection, gram: Tensor) -> Tensor:
+            seen.append(gram)
+            return through[op]
+
+        stream = begin(tiny_model, monkeypatch)
+        stream.pass_layer(through, keep, gains)
+        return stream.residual
+
+    expected, kept = go(weights, []), go(plain, [first, second])
+    assert (kept - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for gram, with_gain, gain in ((seen[0], seen[4], first), (seen[2], seen[6], second)):
+        scaled = gram * torch.outer(gain, gain)
+        assert (with_gain - scaled).abs().max() <= 1e-4 * scaled.abs().max()
+
+
+@torch.inference_mode()
 def test_each_projection_hears_of_those_before_it(tiny_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once rounded, a weight is what the text goes through: its way is that of a model of rounded weights."""
     weights = folded(tiny_base_model, 0)
