@@ -12,7 +12,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,7 +41,7 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.graphs import GraphPool
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
-from futransformer.ops.interface import Ops, Stream
+from futransformer.ops.interface import Ops, Stream, WalkLayers
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PassShape, PrefillGraphs
 from futransformer.quantize.description import check_sums, named_precision
@@ -96,7 +96,6 @@ class Llama:
         self._short_passes = PrefillGraphs(self._prefill_logits, cache.device, self.graph_pool)
         self._steps: dict[tuple[int, int], DecodeStep] = {}  # by sequences and pages
         self._step: DecodeStep | None = None  # the one that holds this batch's lengths and pages; None: out of date
-        self._walk = ops.bind_layers(weights.layers, cache)
         self._room = 0  # decode steps until a sequence needs a page
 
     @classmethod
@@ -366,6 +365,11 @@ class Llama:
     def warm_up_pass(self, shape: PassShape) -> None:
         """Capture a short pass of a padded shape before it comes."""
         self._short_passes.warm_up(shape)
+
+    @cached_property
+    def _walk(self) -> WalkLayers | None:
+        """All layers of a decode step as one operation, if there is one. Made by a step that runs eagerly."""
+        return self.ops.bind_layers(self.weights.layers, self.cache)
 
     def _decode_tokens(
         self, tokens: Tensor, rows: DecodePass, logits: bool, sampling: SamplingRows | None = None
