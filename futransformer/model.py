@@ -368,7 +368,9 @@ class Llama:
 
     @cached_property
     def _walk(self) -> WalkLayers | None:
-        """All layers of a decode step as one operation, if there is one. Made by a step that runs eagerly."""
+        """All layers of a decode step as one operation, if there is one. Made by a step that runs eagerly; from then on
+        weights and pages stay where they are.
+        """
         return self.ops.bind_layers(self.weights.layers, self.cache)
 
     def _decode_tokens(

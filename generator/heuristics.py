@@ -68,9 +68,8 @@ FEW_STAGE_K = 128  # at least
 BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and ends: about 2 us
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
-LAYERS_BATCHES = (
-    1,
-)  # sequences of a persistent step: of two, three and four a layer of 8B takes 62, 78 and 88 us, chained 44
+# Sequences of a persistent step: of two, three and four a layer of 8B takes 62, 78 and 88 us, chained 44
+LAYERS_BATCHES = (1,)
 LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
 LAYERS_STAGED_K = 16_384  # k times sequences whose activations are in shared memory together: 32 KB
 LAYERS_FOUR_AT_ONCE = (Heads(32, 8, 128),)  # of other heads four of a lane's loads are one register too many
@@ -565,7 +564,10 @@ def decode_layers_specs(
     if precision.decode != INT4 or precision.copy is None or precision.kv != BF16 or precision.gain_in_x:
         return {}
     groups = {packed_group(k, precision.group_size) for k in ks}
-    fits = heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum and heads.head_dim in (64, 128)
+    shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS  # every block has a share of gate_up
+    fits = (
+        shared_out and heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum and heads.head_dim in (64, 128)
+    )
     if len(groups) > 1 or not fits:
         return {}
     specs = {}

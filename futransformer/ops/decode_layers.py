@@ -10,8 +10,10 @@ from torch import Tensor
 
 from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, DecodeLayersSpec
 from futransformer.ops.interface import LayerPages, Stream
+from futransformer.ops.streams import StreamOrder
 
 if TYPE_CHECKING:
     from futransformer.blocks import DecodePass, LayerWeights
@@ -37,6 +39,7 @@ class DecodeLayers:
         self._table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._exchanges: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._streams = StreamOrder(self.device)
 
     @staticmethod
     def _tensors(layer: LayerWeights, cache: LayerPages, index: int) -> tuple[Tensor, ...]:
@@ -59,8 +62,9 @@ class DecodeLayers:
     def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
         """Run all layers on x [B, H] in BF16 and residual [B, H] in float32, which are overwritten.
 
-        A length of 0 attends nothing, one beyond the block table gives NaN.
+        Rows are of different sequences. A length of 0 attends nothing, one beyond the block table gives NaN.
         """
+        self._streams.follow()
         x, sumsq, residual = stream
         count = len(x)
         kernel = next(kernel for batch, kernel in self.kernels.items() if batch >= count)
@@ -93,6 +97,11 @@ class DecodeLayers:
     def _exchange(self, rows: int, splits: int) -> dict[str, Tensor]:
         """Words of 32 bits with tags of as many, of no launch: zero."""
         if (rows, splits) not in self._exchanges:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    "decode_layers: its words must be made while a CUDA graph is captured; run it once with so many "
+                    "sequences and pages before capturing"
+                )
             shapes = self.spec.exchanged(rows, splits)
             words = {
                 f"{name}_sent": torch.zeros(shape, dtype=torch.int64, device=self.device)

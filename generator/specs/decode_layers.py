@@ -74,7 +74,7 @@ class DecodeLayersSpec(KernelSpec):
     """Every layer for up to ``batch`` sequences, by ``blocks`` blocks that run at once, one a multiprocessor.
 
     A warp streams weights and pages through ``slots`` slots of shared memory, at most ``in_flight`` of them under way.
-    Activations of ``window_k`` k are in shared memory at a time; a lane asks for ``at_once`` times eight of them together.
+    Activations of ``window_k`` k are in shared memory at a time; a lane asks for ``at_once`` times eight of them.
     """
 
     template: ClassVar[str] = "decode_layers_sm90.cu.jinja"
@@ -97,6 +97,14 @@ class DecodeLayersSpec(KernelSpec):
         self.require(1 <= self.batch <= 4, "batch must be 1 to 4")
         self.require(self.window_k % SLOT_K == 0, f"window_k must be a multiple of {SLOT_K}")
         self.require(self.slots >= 2, "a ring needs two slots")
+        self.require(
+            self.slots % 2 == 0 or self.in_flight <= self.slots - 2,
+            "of an odd number of slots at least two must not be under way: a set may be a pass ahead of the other",
+        )
+        self.require(
+            2 * self.intermediate_size // ROW_TILE >= self.blocks,
+            f"gate_up must have a row tile for each of {self.blocks} blocks, lest one without could be a layer ahead",
+        )
         self.require(1 <= self.at_once <= 4, "at_once must be 1 to 4: of more, registers spill")
         self.require(1 <= self.in_flight <= self.slots, "in_flight must be 1 to slots")
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")

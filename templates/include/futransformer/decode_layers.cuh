@@ -7,7 +7,9 @@
 // A layer is five phases: qkv, attention, o, gate_up, down. Blocks share a projection by row tiles, whole K each, so that no
 // sums travel between blocks; attention by pages, as attention_decode.cuh does. What a block has made others read as tagged
 // words (tagged.cuh): a phase begins when its operands are there, and nothing else is waited for. A place is written again a
-// layer later, when everything in between has been made of what was read there.
+// layer later, when everything in between has been made of what was read there: for that every block must have a share of
+// gate_up, or one that reads nothing could be a layer ahead. Rows are of different sequences: a newest token is put into its own
+// row's page alone.
 //
 // One warp streams what the block will read, layer after layer, through a ring in shared memory: row tiles two at a time,
 // 1024 k a slot, then the pages of attention. It waits for nothing but room, so that what the memory could do while the
@@ -225,7 +227,7 @@ struct DecodeLayers {
       if (projection == 1) attend(shared, args, cursor, args.layers[l], ++tag);  // qkv reads what the layer before has sent
       project(shared, args, cursor, epilogues, l, projection, tag);
     }
-    // The last block has a share of every projection. What it has read in the end was made by blocks that had begun.
+    // The last block has a share of every projection. In the end it has read h of all blocks, which therefore had begun.
     if (threadIdx.x == 0 && blockIdx.x == Blocks - 1) *args.epoch = tag;
   }
 

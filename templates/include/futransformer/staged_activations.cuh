@@ -14,8 +14,7 @@ namespace futransformer {
 
 constexpr int kPartK = 128;  // k that a lane reads in two loads
 
-// Room for `K` k of `Batch` sequences, in units of UnitK.
-// A lane has AtOnce items of eight k on their way at the same time.
+// Room for `K` k of `Batch` sequences, in units of UnitK. A lane has AtOnce items of eight k on their way at the same time.
 template <int Batch, int K, int UnitK, int AtOnce>
 struct StagedActivations {
   static_assert(Batch <= kSplitBatch, "both bytes of a sequence stand in one MMA");
