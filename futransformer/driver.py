@@ -146,6 +146,13 @@ class Kernel:
             value.programmaticStreamSerializationAllowed = 1
             overlap.value = value
             attributes.append(overlap)
+        if self.spec.cooperative:
+            together = driver.CUlaunchAttribute()
+            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            value = driver.CUlaunchAttributeValue()
+            value.cooperative = 1
+            together.value = value
+            attributes.append(together)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
@@ -161,5 +168,11 @@ class Kernel:
         if launched[0] == results.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to the driver
             check(self._driver.cuCtxSetCurrent(self._context))
             launched = self._driver.cuLaunchKernelEx(config, self._function, self._arguments.address, 0)
+        if launched[0] == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:
+            raise DeviceError(
+                f"{self.record.name}: its {grid[0]} blocks must all run at once, and this process has too few "
+                "multiprocessors of the card: give it the whole card, or load with batch_invariant=True, which runs "
+                "layers by single kernels"
+            )
         if launched[0] != results.CUDA_SUCCESS:
             check(launched)

@@ -8,7 +8,7 @@ wrote, or the cache, building what is missing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from futransformer.blocks import LayerWeights
 from futransformer.build.compile import BuildEvent
 from futransformer.build.installed import find_installed, mention_installed
 from futransformer.build.load import LoadedKernels, load_or_build
@@ -30,11 +31,13 @@ from futransformer.generator.specs import KernelSpec
 from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
+from futransformer.ops.decode_layers import DecodeLayers
 from futransformer.ops.gemm import PrefillGemm
 from futransformer.ops.interface import (
     PROJECTIONS,
     DecodeWeight,
     Fp8Output,
+    LayerPages,
     NextTokens,
     Phase,
     Projection,
@@ -113,6 +116,9 @@ class KernelLibrary:
         self._sample = Sample(kernel(plan.sample))
         self._step_begin = StepBegin(kernel(plan.step_begin))
         self._step_end = StepEnd(kernel(plan.step_end))
+        # Another order of sums than that of single kernels, which serve larger batches.
+        served = {} if batch_invariant else plan.decode_layers
+        self._decode_layers = {batch: kernel(spec) for batch, spec in served.items()}
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -156,6 +162,15 @@ class KernelLibrary:
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale."""
         return pack_scale(op, logical).to(self.device, torch.float32)
+
+    def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> DecodeLayers | None:
+        """See Ops.bind_layers. A card with fewer multiprocessors than the kernel has blocks could not run it."""
+        kernels = {
+            batch: kernel
+            for batch, kernel in self._decode_layers.items()
+            if self.plan.decode_layers[batch].blocks <= kernel.sm_count
+        }
+        return DecodeLayers(self.config, kernels, layers, cache) if kernels else None
 
     def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
         """See Ops.sumsq_parts."""

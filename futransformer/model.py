@@ -12,7 +12,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,7 +41,7 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.graphs import GraphPool
 from futransformer.kv_cache import CachedSequence, KVCache, page_bucket, pages_for, upload
 from futransformer.memory import allocation_errors, check_memory, plan_memory
-from futransformer.ops.interface import Ops, Stream
+from futransformer.ops.interface import Ops, Stream, WalkLayers
 from futransformer.ops.validate import DTYPES
 from futransformer.prefill_step import CAPTURED_ROWS, HostPass, PassInputs, PassShape, PrefillGraphs
 from futransformer.quantize.description import check_sums, named_precision
@@ -366,6 +366,13 @@ class Llama:
         """Capture a short pass of a padded shape before it comes."""
         self._short_passes.warm_up(shape)
 
+    @cached_property
+    def _walk(self) -> WalkLayers | None:
+        """All layers of a decode step as one operation, if there is one. Made by a step that runs eagerly; from then on
+        weights and pages stay where they are.
+        """
+        return self.ops.bind_layers(self.weights.layers, self.cache)
+
     def _decode_tokens(
         self, tokens: Tensor, rows: DecodePass, logits: bool, sampling: SamplingRows | None = None
     ) -> Tensor | None:
@@ -461,6 +468,8 @@ class Llama:
         gains = self.weights.gains if rows.phase == "decode" else ()
         gain = gains[0] if gains else None
         stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first, gain=gain)
+        if isinstance(rows, DecodePass) and self._walk is not None and self._walk.serves(len(tokens)):
+            return self._walk(stream, rows, self.weights.rope_table)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)
             scales = UNSCALED if scaling is None else scaling.blocks[index]

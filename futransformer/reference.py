@@ -16,8 +16,9 @@ CUDA device. Phases compute the same thing here; they exist because kernels read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from futransformer.kv_packing import store_tokens, unpack_pages
 from futransformer.ops.interface import (
     DecodeWeight,
     Fp8Output,
+    LayerPages,
     NextTokens,
     Phase,
     Projection,
@@ -40,6 +42,9 @@ from futransformer.ops.interface import (
 )
 from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
 from futransformer.sampling import SamplingRows, choose, mark_seen, unpack_seen
+
+if TYPE_CHECKING:
+    from futransformer.blocks import LayerWeights
 
 # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
 QUERY_BLOCK = 256
@@ -96,6 +101,9 @@ class ReferenceOps:
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale: logical order."""
         return logical.to(self.device, torch.float32)
+
+    def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> None:
+        """See Ops.bind_layers: there is none."""
 
     def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
         """See Ops.sumsq_parts: that of ``row_sumsq``."""

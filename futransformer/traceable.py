@@ -10,15 +10,18 @@ Results are those of the operations, bit for bit. Operators are opaque: a compil
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from futransformer import torch_ops
+from futransformer.blocks import LayerWeights
 from futransformer.ops.interface import (
     DecodeWeight,
     Fp8Output,
+    LayerPages,
     NextTokens,
     Ops,
     Phase,
@@ -61,6 +64,9 @@ class TraceableOps:
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """See Ops.pack_scale; not traced."""
         return self.ops.pack_scale(op, logical)
+
+    def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> None:
+        """See Ops.bind_layers: there is none, for its arguments are no tensors."""
 
     def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
         """See Ops.sumsq_parts."""

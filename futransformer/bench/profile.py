@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from futransformer.bench import graphs
 from futransformer.bench.case import Contender
@@ -27,10 +28,11 @@ from futransformer.bench.shapes import (
     decode_step_work,
     decode_weight_bytes,
 )
+from futransformer.blocks import DecodePass, LayerWeights
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
-from futransformer.ops.interface import Ops, StepRows
+from futransformer.ops.interface import LayerPages, Ops, StepRows, Stream, WalkLayers
 from futransformer.sampling import Sampling, pack_seen
 
 # What a step asks of Ops, in its order, and what the stages are called.
@@ -42,6 +44,7 @@ STAGES = {
     "o": "o",
     "gate_up": "gate_up",
     "down": "down",
+    "layers": "layers",  # all of them, where they are one launch
     "next_tokens": "head, choice",
     "lm_head": "head",
     "sample": "sample",
@@ -104,11 +107,35 @@ class _StandingOps:
     def __getattr__(self, name: str) -> Any:
         return partial(self._noted, name) if name in STAGES else getattr(self.ops, name)
 
-    def _noted(self, name: str, *args: Any, **options: Any) -> Any:
-        call = partial(getattr(self.ops, name), *args, **options)
+    def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> WalkLayers | None:
+        """See Ops.bind_layers."""
+        walk = self.ops.bind_layers(layers, cache)
+        return None if walk is None else _StandingLayers(self, walk)
+
+    def note(self, name: str, call: Callable[[], Any]) -> Any:
+        """Make a call, and note it as one of a stage."""
         if self.noting:
             self.calls.setdefault(name, []).append(call)
         return call()
+
+    def _noted(self, name: str, *args: Any, **options: Any) -> Any:
+        return self.note(name, partial(getattr(self.ops, name), *args, **options))
+
+
+class _StandingLayers:
+    """A WalkLayers that is noted as a stage."""
+
+    def __init__(self, ops: _StandingOps, walk: WalkLayers) -> None:
+        self.ops, self.walk = ops, walk
+
+    def serves(self, rows: int) -> bool:
+        """See WalkLayers.serves."""
+        return self.walk.serves(rows)
+
+    def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
+        """See WalkLayers."""
+        found: Stream = self.ops.note("layers", partial(self.walk, stream, rows, rope_table))
+        return found
 
 
 def profile_step(
@@ -182,6 +209,9 @@ def _stage_bytes(config: LlamaConfig, name: str, batch: int, context: int, preci
         return float(config.num_hidden_layers * decode_weight_bytes(config, name, precision))
     if name == "attention_decode":
         return config.num_hidden_layers * decode_attention_work(config, batch, context + 1, precision).bytes
+    if name == "layers":
+        parts = (*BLOCK_OPS, "attention_decode")
+        return sum(_stage_bytes(config, part, batch, context, precision) for part in parts)
     return float(decode_weight_bytes(config, "lm_head", precision)) if name in ("next_tokens", "lm_head") else 0.0
 
 

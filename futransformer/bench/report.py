@@ -198,6 +198,10 @@ def provenance(content: dict[str, Any]) -> str:
             f" Ceilings of this run: {ceilings['read_tbps']:.2f} TB/s read, {ceilings['bf16_tflops']:.0f} TFLOP/s BF16,"
             f" {ceilings['fp8_tflops']:.0f} TFLOP/s FP8."
         )
+    others = [row for row in content["rows"] if row.get("commit", content["commit"]) != content["commit"]]
+    if others and content["subject"] not in ACCURACY:  # whose own pages say it row by row
+        cases = ", ".join(f"{row['case']} of commit {row['commit'][:12]}, {row['date']}" for row in others)
+        text += f" Measured apart: {cases}."
     return text
 
 

@@ -12,6 +12,7 @@ from futransformer.driver import Kernel
 from futransformer.generator.errors import InputError
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec
 from futransformer.ops.pages import check_copy, check_pages, page_boxes
+from futransformer.ops.streams import StreamOrder
 from futransformer.ops.validate import check_aligned, check_tensor
 from futransformer.tma import tensor_map_2d
 
@@ -63,22 +64,14 @@ class Workspace:
         self.max_sum = torch.empty(0, dtype=torch.float32, device=device)
         self.arrivals = torch.empty(0, dtype=torch.int32, device=device)
         self._retired: list[Tensor] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._streams = StreamOrder(device)
 
     def reserve(self, rows: int, head_dim: int, sequence_heads: int) -> None:
         """Make room for ``rows`` partial results (query heads x splits) and a counter a sequence and key/value head."""
-        self._follow_stream()
+        self._streams.follow()
         self.out = self._grown(self.out, rows * head_dim)
         self.max_sum = self._grown(self.max_sum, rows * 2)
         self.arrivals = self._grown(self.arrivals, sequence_heads)
-
-    def _follow_stream(self) -> None:
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
 
     def _grown(self, buffer: Tensor, size: int) -> Tensor:
         if size <= buffer.numel():

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from futransformer.generator.config import LlamaConfig
 from futransformer.quantize.fp8 import Fp8Weight
 from futransformer.quantize.int4 import Int4Weight
 from futransformer.sampling import SamplingRows
+
+if TYPE_CHECKING:
+    from futransformer.blocks import DecodePass, LayerWeights
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -68,6 +72,30 @@ class Stops(NamedTuple):
     steps: Tensor  # int32 [1]: steps so far
 
 
+class LayerPages(Protocol):
+    """The pages of every layer: a KVCache, or as much of one."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of one layer."""
+        ...
+
+    def copy_layer(self, index: int) -> Tensor | None:
+        """Their INT4 copy, if there is one."""
+        ...
+
+
+class WalkLayers(Protocol):
+    """All layers of a decode step in one operation."""
+
+    def serves(self, rows: int) -> bool:
+        """Whether it takes so many sequences."""
+        ...
+
+    def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
+        """As llama_block after llama_block; x and residual are overwritten."""
+        ...
+
+
 class Ops(Protocol):
     """One model shape and precision on one device. ``out`` arguments are written and returned; None allocates.
 
@@ -110,6 +138,12 @@ class Ops(Protocol):
 
     def pack_scale(self, op: Projection, logical: Tensor) -> Tensor:
         """Turn the scales of an FP8 weight, [1] or [N] for its logical rows, into what this backend's GEMM reads."""
+        ...
+
+    def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> WalkLayers | None:
+        """Decode's layers with their weights and pages, which must stay where they are, as one operation; None where
+        there is none, or none that is faster.
+        """
         ...
 
     def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:

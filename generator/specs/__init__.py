@@ -5,6 +5,7 @@ from .attention_decode import AttentionDecodeSpec, copy_blocks
 from .attention_prefill import AttentionPrefillSpec
 from .base import ABI_VERSION, Heads, KernelSpec, Param, Tile
 from .decode_gemm import DecodeGemmSpec
+from .decode_layers import DecodeLayersSpec
 from .gemm import GemmSpec
 from .rows import ArgmaxPartsSpec, ArgmaxSpec, GatherRowsSpec
 from .sampling import SampleSpec
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionDecodeSpec",
     "AttentionPrefillSpec",
     "DecodeGemmSpec",
+    "DecodeLayersSpec",
     "GatherRowsSpec",
     "GemmSpec",
     "Heads",

@@ -231,6 +231,7 @@ class KernelSpec:
     template: ClassVar[str]
     page_size: ClassVar[int] = PAGE_SIZE
     dependent_launch: ClassVar[bool] = False  # waits for its predecessor itself, so that it may start before its end
+    cooperative: ClassVar[bool] = False  # its blocks wait for one another, so that all must run at once
 
     @property
     def instructions(self) -> tuple[str, ...]:

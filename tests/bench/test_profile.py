@@ -6,9 +6,11 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from futransformer import library
 from futransformer.bench import ceilings, profile, report
@@ -16,9 +18,11 @@ from futransformer.bench.harness import Harness
 from futransformer.bench.profile import StepProfile, profile_step
 from futransformer.bench.profile_table import STEP, SUM
 from futransformer.bench.shapes import decode_step_work
+from futransformer.blocks import DecodePass
 from futransformer.cli import main
 from futransformer.cli.profile import as_json, as_text
 from futransformer.generator.config import load_config
+from futransformer.ops.interface import LayerPages, Ops, Stream
 from tests.bench.conftest import CEILINGS, ReferenceKernels
 
 TINY = replace(load_config("smollm2-135m"), num_hidden_layers=2, vocab_size=320)
@@ -177,3 +181,27 @@ def test_a_profile_of_the_small_model(request: pytest.FixtureRequest) -> None:
         assert 0 < found.step_seconds < 1.1 * found.apart_seconds
         assert as_json(found)["stages"]
         assert all(0 < stage.seconds < found.apart_seconds for stage in found.stages)
+
+
+def test_layers_in_one_launch_are_a_stage() -> None:
+    """Of a backend that has them: noted once, served as it serves."""
+
+    class Walk:
+        def serves(self, rows: int) -> bool:
+            return rows == 1
+
+        def __call__(self, stream: object, rows: object, rope_table: object) -> object:
+            return stream
+
+    standing = profile._StandingOps(cast(Ops, SimpleNamespace(bind_layers=lambda *_: Walk())))
+    walk = standing.bind_layers([], cast(LayerPages, None))
+    assert walk is not None
+    assert (walk.serves(1), walk.serves(2)) == (True, False)
+    stream = cast(Stream, object())
+    assert walk(stream, cast(DecodePass, None), torch.empty(0)) is stream
+    assert [len(calls) for calls in standing.calls.values()] == [1]
+    assert set(standing.calls) == {"layers"}
+    config = load_config("llama-3.1-8b")
+    parts = [profile._stage_bytes(config, op, 1, 1024, "int4-kv4") for op in ("qkv", "o", "gate_up", "down")]
+    attention = profile._stage_bytes(config, "attention_decode", 1, 1024, "int4-kv4")
+    assert profile._stage_bytes(config, "layers", 1, 1024, "int4-kv4") == pytest.approx(sum(parts) + attention)

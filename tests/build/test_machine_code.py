@@ -81,8 +81,13 @@ FP8_DECODE = (
     LARGE_FP8_DECODE.decode["down"][64],
     LARGE_FP8_DECODE.decode["lm_head"][8],
 )
+LAYERS = (
+    *make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers.values(),
+    *make_plan(load_config("smollm2-135m"), "int4-g32-asym-kv4").decode_layers.values(),
+)
 PLANNED = (
     *one_of_each(SMALL),
+    *LAYERS,
     *LARGE.prefill["qkv"].values(),
     *LARGE.prefill["gate_up"].values(),
     LARGE.prefill["down"][MAX_ROWS],

@@ -17,6 +17,7 @@ from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import PRECISIONS, Precision, get_precision
+from futransformer.generator.specs import DecodeLayersSpec
 from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps
 from tests.ops import models
@@ -244,7 +245,10 @@ def test_every_kernel_of_the_exports_has_a_case() -> None:
             covered |= {kernel for case in cases.model_cases(ops) for kernel in case.covers}
     for export in EXPORTS:
         if export not in (models.TAILS_NAME, models.COPIES_NAME):
-            assert {spec.name for spec in models.specs_of(export)} <= covered
+            specs = models.specs_of(export)
+            # Of decode_layers tensors are addresses in a table, which cannot be copied for a tool: it is told as not
+            # launched.
+            assert {spec.name for spec in specs if not isinstance(spec, DecodeLayersSpec)} <= covered
 
 
 @pytest.mark.parametrize("file", ["Makefile", "CONTRIBUTING.md"])

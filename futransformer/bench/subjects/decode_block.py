@@ -2,7 +2,8 @@
 
 Every layer has its own weights and cache, so both come from memory. ``torch-bf16`` is compiled code, graphed as well,
 and so is ``torch-int4``, of the same codes as ours. Their caches are BF16, as ours are but for ``-kv4``: there
-attention reads an INT4 copy, of the same values, and beside it runs ours without one.
+attention reads an INT4 copy, of the same values, and beside it runs ours without one. Where all layers are one launch,
+``ours-chained`` beside it are the single kernels.
 
 decode_block/8b/bf16/batch_invariant/B=.../ctx=...: the same where a row has the same bits at any batch of 1 to 8,
 beside ``ours-default``, where it has not. What the ratio lacks to 1 is the price.
@@ -40,7 +41,7 @@ from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import INT4, get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_packing import token_bytes
-from futransformer.ops.interface import Ops, Stream
+from futransformer.ops.interface import Ops, Stream, WalkLayers
 from futransformer.reference import ReferenceOps, row_sumsq
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -132,18 +133,49 @@ class DecodeInputs:
         self.copies = [None if form is None else copy_of(cache, form) for cache in self.caches]
         self.x = random_tensor(batch, config.hidden_size, device=device)
         self.rope_table = device_rope_table(config, context, device)
+        self._bound: dict[tuple[int, int, int], WalkLayers | None] = {}
 
     def stream(self) -> Stream:
         """The rows as the first layer meets them."""
-        return Stream(self.x, row_sumsq(self.x), self.x.float())
+        return Stream(self.x.clone(), row_sumsq(self.x), self.x.float())
 
-    def walk(self, ops: Ops, packed: Sequence[LayerWeights], stream: Stream, *, plain: bool = False) -> Stream:
-        """The first layers of ours; the stream's residual is overwritten. ``plain``: they have no INT4 copy."""
+    def walk(
+        self,
+        ops: Ops,
+        packed: Sequence[LayerWeights],
+        stream: Stream,
+        *,
+        plain: bool = False,
+        chained: bool = False,
+    ) -> Stream:
+        """The first layers of ours; the stream's residual is overwritten. ``plain``: they have no INT4 copy.
+
+        In one launch where that is there, unless ``chained`` asks for single kernels.
+        """
+        bound = None if plain or chained else self.bound(ops, packed)
+        if bound is not None:
+            return bound(stream, self.rows, self.rope_table)
         for weights, cache, kv_copy in zip(packed, self.caches, self.copies, strict=False):
             pages = cache.k_pages, cache.v_pages
             copied = None if plain else kv_copy
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, *pages, kv_copy=copied)
         return stream
+
+    def bound(self, ops: Ops, packed: Sequence[LayerWeights]) -> WalkLayers | None:
+        """The layers as one operation, if there is one for so many rows; the same for the same layers."""
+        key = (id(ops), packed[0].qkv["decode"].data_ptr(), len(packed))
+        if key not in self._bound:
+            bound = ops.bind_layers(packed, self)
+            self._bound[key] = bound if bound is not None and bound.serves(len(self.x)) else None
+        return self._bound[key]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """See LayerPages.layer."""
+        return self.caches[index].k_pages, self.caches[index].v_pages
+
+    def copy_layer(self, index: int) -> Tensor | None:
+        """See LayerPages.copy_layer."""
+        return self.copies[index]
 
     def packed(self, ops: Ops) -> list[LayerWeights]:
         """All layers as ops read them."""
@@ -201,8 +233,17 @@ class DecodeProblem:
         self.packed = self.inputs.packed(bench.library(shape, precision))
         self.floor = self.work.floor_seconds(bench.ceilings)
 
-    def ours(self, ops: Ops, *, plain: bool = False, packed: list[LayerWeights] | None = None) -> Contender:
+    def ours(
+        self,
+        ops: Ops,
+        *,
+        plain: bool = False,
+        chained: bool = False,
+        packed: list[LayerWeights] | None = None,
+    ) -> Contender:
         """Our kernels, ``plain`` without an INT4 copy: a walk over all layers is a chain, a replay several walks.
+
+        A walk is one launch where that is there, unless ``chained`` asks for single kernels.
 
         ``packed`` are the layers as these kernels read them, if not as the case's own.
         """
@@ -210,12 +251,13 @@ class DecodeProblem:
 
         def walk() -> None:
             stream.residual.copy_(inputs.x)
+            stream.x.copy_(inputs.x)  # one launch leaves its end there
             with ops.chain():
-                inputs.walk(ops, packed, stream, plain=plain)
+                inputs.walk(ops, packed, stream, plain=plain, chained=chained)
 
         def outputs() -> Sequence[Tensor]:
             inputs.poison(1)
-            return [inputs.walk(ops, packed[:1], inputs.stream(), plain=plain).x]
+            return [inputs.walk(ops, packed[:1], inputs.stream(), plain=plain, chained=chained).x]
 
         return self._per_layer(walk, outputs)
 
@@ -259,12 +301,16 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     def without_copy() -> Contender:
         return problem.ours(bench.library(shape, without), plain=True)
 
+    ops = bench.library(shape, precision)
+    beside = {f"ours-{without}": without_copy} if without else {}
+    if problem.inputs.bound(ops, problem.packed) is not None:
+        beside["ours-chained"] = lambda: problem.ours(ops, chained=True)
     return Problem(
         work=problem.work,
-        ours=problem.ours(bench.library(shape, precision)),
+        ours=problem.ours(ops),
         rivals={rival: partial(problem.compiled_torch, rival) for rival in rivals(precision)},
         expected=problem.expected,
-        beside={f"ours-{without}": without_copy} if without else {},
+        beside=beside,
     )
 
 

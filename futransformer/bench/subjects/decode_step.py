@@ -1,7 +1,8 @@
 """decode_step/8b/{bf16,int4,fp8,int4-kv4}/head={bf16,fp8,int4}/B=.../ctx=...: from newest tokens to the next.
 
 Ours, ``torch-bf16`` and ``torch-int4`` (each layer compiled, the whole step in one graph, the head a product in BF16)
-run the same random model; the check compares the logits that the next tokens come from, after all layers.
+run the same random model; the check compares the logits that the next tokens come from, after all layers. Where all
+layers are one launch, ``ours-chained`` beside it are the single kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from futransformer.bench.runner import Bench
 from futransformer.bench.shapes import DECODE_PRECISIONS, decode_step_work, shape_config
 from futransformer.bench.subjects.decode_block import DecodeInputs, in_turn, rivals
 from futransformer.generator.precision import get_precision
+from futransformer.ops.interface import Stream
 from futransformer.reference import ReferenceOps
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -63,16 +65,22 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
     work = decode_step_work(config, batch, context, precision)
     floor = work.floor_seconds(bench.ceilings)
 
-    def our_step() -> Tensor:
-        with ops.chain():
-            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
-            return ops.next_tokens(stream.x, stream.sumsq, packed_head).tokens
+    def ours(*, chained: bool = False) -> Contender:
+        def stream() -> Stream:
+            return inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens), chained=chained)
 
-    def our_outputs() -> Sequence[Tensor]:
-        inputs.poison(len(packed))
-        with ops.chain():
-            stream = inputs.walk(ops, packed, ops.gather_rows("decode", embedding, tokens))
-            return [ops.lm_head("decode", stream.x, stream.sumsq, packed_head)]
+        def step() -> Tensor:
+            with ops.chain():
+                x, sumsq, _ = stream()
+                return ops.next_tokens(x, sumsq, packed_head).tokens
+
+        def outputs() -> Sequence[Tensor]:
+            inputs.poison(len(packed))
+            with ops.chain():
+                x, sumsq, _ = stream()
+                return [ops.lm_head("decode", x, sumsq, packed_head)]
+
+        return graphed([step], outputs, floor)
 
     def expected() -> Sequence[Expected]:
         answers = []
@@ -97,7 +105,8 @@ def open_case(shape: str, batch: int, context: int, bench: Bench, *, precision: 
 
     return Problem(
         work=work,
-        ours=graphed([our_step], our_outputs, floor),
+        ours=ours(),
         rivals={rival: partial(compiled_torch, rival) for rival in rivals(precision)},
         expected=expected,
+        beside={"ours-chained": partial(ours, chained=True)} if inputs.bound(ops, packed) is not None else {},
     )

@@ -13,7 +13,12 @@
 
 namespace futransformer {
 
-template <int QFeatures, int KVHeads, int HeadDim, int PageSize, class Format>
+// Whether others of the same launch are sent Q, which is then not stored, K and V as well.
+struct NothingSent {
+  static constexpr bool kAny = false;
+};
+
+template <int QFeatures, int KVHeads, int HeadDim, int PageSize, class Format, class Sent = NothingSent>
 struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   using Slots = KvSlots<QFeatures, KVHeads, HeadDim, PageSize>;
   using typename Slots::Row;
@@ -21,13 +26,16 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
   using Scale = KvScale<Format::kMinimum>;
   unsigned char* pages;  // [num_pages, KVHeads, Page::kBytes]
   bf16* q;               // [rows, QFeatures]
+  Sent sent;
 
   static constexpr int kQueryColumns = 0, kKeyColumns = 0;  // the operation before says where they are
   static constexpr int kUnit = Page::kUnit;
   static constexpr int kGroups = Format::kGroup == 0 ? HeadDim / 32 : Format::kBlock > 32 ? Format::kBlock / 32 : 1;  // of a quad
 
   CUTLASS_DEVICE CopyKvOfRow(unsigned char* copy, long long const* of_rows, bf16* queries)
-      : Slots(of_rows), pages(copy), q(queries) {}
+      : Slots(of_rows), pages(copy), q(queries), sent{} {}
+  CUTLASS_DEVICE CopyKvOfRow(unsigned char* copy, long long const* of_rows, Sent const& to)
+      : Slots(of_rows), pages(copy), q(nullptr), sent(to) {}
 
   CUTLASS_DEVICE void apply(Row const&, Nothing, int, int, float (&)[8]) const {}
 
@@ -87,10 +95,18 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
     for (int i = 0; i < kGroups; ++i) {
       int const of_head = column % HeadDim / (is_value ? 32 : 64), group = first + i;
       int const natural = is_value ? of_head + group : of_head + group % kEven + group / kEven * (HeadDim / 64);
+      int const head = (column - QFeatures) / HeadDim % KVHeads, feature = column / HeadDim * HeadDim + natural * 32 + 4 * t;
+      if constexpr (Sent::kAny) {
+        if (is_query) {
+          sent.query(row, feature, values[i]);
+        } else {
+          sent.token(row, head, natural, t, is_value, scales[i], values[i]);
+        }
+      }
       if (is_query) {
-        store_query(q + size_t(row) * QFeatures + column / HeadDim * HeadDim + natural * 32 + 4 * t, values[i]);
+        if constexpr (!Sent::kAny) store_query(q + size_t(row) * QFeatures + feature, values[i]);
       } else if (state.slot >= 0) {
-        int const head = (column - QFeatures) / HeadDim % KVHeads, token = state.slot % PageSize;
+        int const token = state.slot % PageSize;
         unsigned char* const page = pages + (size_t(state.slot / PageSize) * KVHeads + head) * Page::kBytes;
         store_codes(page, scales[i], values[i], token, natural, t, is_value);
       }

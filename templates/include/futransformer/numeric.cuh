@@ -12,6 +12,14 @@ using bf16 = cutlass::bfloat16_t;
 using e4m3 = cutlass::float_e4m3_t;
 constexpr float kLargestE4m3 = 448.f;
 
+// threadIdx.x, of which the compiler does not know that it is always the same: what is computed from it in a loop stays in the
+// loop, where it would else be computed ahead for all phases of a kernel, and spilled.
+CUTLASS_DEVICE int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Two floats to packed BF16, round to nearest even; `low` lands in the lower half.
 CUTLASS_DEVICE uint32_t pack_bf16x2(float low, float high) {
   uint32_t packed;

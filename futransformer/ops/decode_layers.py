@@ -1,0 +1,112 @@
+"""All layers of a decode step in one launch: the table of layers, what blocks leave for one another, the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from futransformer.driver import Kernel
+from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import InputError
+from futransformer.generator.specs import PAGE_SIZE, DecodeLayersSpec
+from futransformer.ops.interface import LayerPages, Stream
+from futransformer.ops.streams import StreamOrder
+
+if TYPE_CHECKING:
+    from futransformer.blocks import DecodePass, LayerWeights
+
+
+class DecodeLayers:
+    """The layers of one model and cache; ``kernels`` is keyed by the most sequences that each serves.
+
+    Weights and pages must stay where they are: the kernel reads their addresses from a table. What blocks leave for one
+    another is kept from call to call, for a captured graph holds its address. One launch at a time.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, kernels: Mapping[int, Kernel], layers: Sequence[LayerWeights], cache: LayerPages
+    ) -> None:
+        self.config = config
+        self.kernels = {batch: kernels[batch] for batch in sorted(kernels)}
+        kernel = self.kernels[min(kernels)]
+        assert isinstance(kernel.spec, DecodeLayersSpec)
+        self.spec, self.device = kernel.spec, kernel.device
+        self._held = [self._tensors(layer, cache, index) for index, layer in enumerate(layers)]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in self._held]
+        self._table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self._epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._exchanges: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._streams = StreamOrder(self.device)
+
+    @staticmethod
+    def _tensors(layer: LayerWeights, cache: LayerPages, index: int) -> tuple[Tensor, ...]:
+        """In the order of the kernel's Layer."""
+        copy = cache.copy_layer(index)
+        assert copy is not None, "the plan has this kernel where the cache has a copy"
+        weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        return (*(weight["decode"] for weight in weights), *cache.layer(index), copy)
+
+    def serves(self, rows: int) -> bool:
+        """Whether there is a kernel for so many sequences."""
+        return 0 < rows <= max(self.kernels)
+
+    def splits(self, rows: int, pages: int) -> tuple[int, int]:
+        """Blocks that share the pages of a sequence and head, and the pages of each: at most one share a block."""
+        most = self.spec.blocks // (rows * self.spec.heads.num_key_value_heads)
+        of_each = -(-pages // most)
+        return -(-pages // of_each), of_each
+
+    def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
+        """Run all layers on x [B, H] in BF16 and residual [B, H] in float32, which are overwritten.
+
+        Rows are of different sequences. A length of 0 attends nothing, one beyond the block table gives NaN.
+        """
+        self._streams.follow()
+        x, sumsq, residual = stream
+        count = len(x)
+        kernel = next(kernel for batch, kernel in self.kernels.items() if batch >= count)
+        splits, pages_per_split = self.splits(count, max(-(-rows.max_seqlen_k // PAGE_SIZE), 1))
+        exchange = self._exchange(count, splits)
+        kernel.launch(
+            (self.spec.blocks, 1, 1),
+            layers=self._table,
+            num_layers=len(self._table),
+            m=count,
+            x=x,
+            residual=residual,
+            sumsq=sumsq,
+            sumsq_parts=sumsq.shape[1],
+            rms_norm_eps=self.config.rms_norm_eps,
+            rope_table=rope_table,
+            positions=rows.positions,
+            slots=rows.slots,
+            block_table=rows.block_table,
+            block_table_stride=rows.block_table.shape[1],
+            seqlens_k=rows.seqlens_k,
+            softmax_scale=self.config.head_dim**-0.5,
+            splits=splits,
+            pages_per_split=pages_per_split,
+            epoch=self._epoch,
+            **exchange,
+        )
+        return Stream(x, exchange["sumsq_out"], residual)
+
+    def _exchange(self, rows: int, splits: int) -> dict[str, Tensor]:
+        """Words of 32 bits with tags of as many, of no launch: zero."""
+        if (rows, splits) not in self._exchanges:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    "decode_layers: its words must be made while a CUDA graph is captured; run it once with so many "
+                    "sequences and pages before capturing"
+                )
+            shapes = self.spec.exchanged(rows, splits)
+            words = {
+                f"{name}_sent": torch.zeros(shape, dtype=torch.int64, device=self.device)
+                for name, shape in shapes.items()
+            }
+            sums = torch.zeros(shapes["sumsq_end"], dtype=torch.float32, device=self.device)
+            self._exchanges[rows, splits] = {**words, "sumsq_out": sums}
+        return self._exchanges[rows, splits]
