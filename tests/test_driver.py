@@ -120,8 +120,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return driver
 
 
-def loaded_kernel(chain: LaunchChain | None = None, *, waits: bool = False) -> Kernel:
-    spec: Any = SimpleNamespace(dependent_launch=waits)
+def loaded_kernel(chain: LaunchChain | None = None, *, waits: bool = False, together: bool = False) -> Kernel:
+    spec: Any = SimpleNamespace(dependent_launch=waits, cooperative=together)
     record: Any = SimpleNamespace(name="k", params=(), shared_bytes=0, threads=32, cluster=(1, 1, 1))
     return Kernel(spec, record, b"", torch.device("cuda", 0), chain)
 
@@ -205,3 +205,13 @@ def test_a_driver_error_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuGetErrorString", lambda _: (success, b"no kernel image"))
     with pytest.raises(FuTransformerError, match="CUDA driver: CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image"):
         check((failure,))
+
+
+def test_blocks_that_wait_for_one_another_run_at_once_or_not_at_all(driver: MagicMock) -> None:
+    attribute = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    kernel = loaded_kernel(together=True)
+    assert [each.id for each in kernel._config.attrs] == [attribute]
+    assert loaded_kernel()._config.attrs == []
+    driver.cuLaunchKernelEx.return_value = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
+    with pytest.raises(DeviceError, match="132 blocks must all run at once.*batch_invariant=True"):
+        kernel.launch((132, 1, 1))

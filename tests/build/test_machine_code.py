@@ -179,7 +179,8 @@ def test_codes_become_operands_in_registers(built: Mapping[str, KernelRecord], s
 def test_every_kind_of_kernel_and_every_epilogue_is_among_them() -> None:
     """What a plan holds is compiled here at least once: another kind of kernel must be added to the choice."""
     kinds = {(spec.template, getattr(spec, "op", None)) for spec in CHOSEN}
-    assert kinds == {(spec.template, getattr(spec, "op", None)) for plan in (SMALL, LARGE) for spec in plan.specs()}
+    plans = (SMALL, LARGE, make_plan(load_config("llama-3.1-8b"), "int4-kv4"))
+    assert kinds == {(spec.template, getattr(spec, "op", None)) for plan in plans for spec in plan.specs()}
     tiles = {getattr(spec, "batch_tile", None) for spec in CHOSEN} - {None}
     assert tiles == {*SMALL.decode["o"], *LARGE_INT4.decode["o"]}
     clusters = ((1, 1, 1), (2, 1, 1), (1, 2, 1))
