@@ -213,5 +213,5 @@ def test_blocks_that_wait_for_one_another_run_at_once_or_not_at_all(driver: Magi
     assert [each.id for each in kernel._config.attrs] == [attribute]
     assert loaded_kernel()._config.attrs == []
     driver.cuLaunchKernelEx.return_value = (driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,)
-    with pytest.raises(DeviceError, match="132 blocks must all run at once.*batch_invariant=True"):
+    with pytest.raises(DeviceError, match=r"132 blocks must all run at once.*batch_invariant=True"):
         kernel.launch((132, 1, 1))

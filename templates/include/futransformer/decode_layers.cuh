@@ -89,8 +89,8 @@ struct Exchange {
   TaggedWord* sumsq_end;      // [m, writers of down]
 };
 
-template <class Element, class Qkv, class O, class GateUp, class Down, class Format, int KvHeads, int Group, int HeadDim, int PageSize,
-          int Batch, int Blocks, int Slots, int InFlight, int WindowK, int AtOnce>
+template <class Element, class Qkv, class O, class GateUp, class Down, class Format, int KvHeads, int Group, int HeadDim,
+          int PageSize, int Batch, int Blocks, int Slots, int InFlight, int WindowK, int AtOnce>
 struct DecodeLayers {
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
   using Tokens = DecodeTokens<Format, Group, HeadDim, PageSize>;
@@ -365,7 +365,8 @@ struct DecodeLayers {
           if (tile + pair >= share.last || sequence >= Batch) break;
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < SplitSumFragment::kSums; ++i) {
-            float& sum = shared.partial[warp][sequence][(tile + pair - share.first) * kTileRows + SplitSumFragment::column(lane, i)];
+            int const column = (tile + pair - share.first) * kTileRows + SplitSumFragment::column(lane, i);
+            float& sum = shared.partial[warp][sequence][column];
             sum = window == 0 ? sums[pair][i] : sum + sums[pair][i];
           }
         }
@@ -423,7 +424,8 @@ struct DecodeLayers {
       __syncwarp();
       CUTLASS_PRAGMA_NO_UNROLL
       for (int unit = 0; unit < (share.last - share.first) * kTileRows; unit += Epilogue::kUnit) {
-        epilogue.copy(state, column(unit / kWidth), FinishedRow<Epilogue::kUnit, kLanes>{shared.partial[0][row] + unit, row, true});
+        FinishedRow<Epilogue::kUnit, kLanes> const finished{shared.partial[0][row] + unit, row, true};
+        epilogue.copy(state, column(unit / kWidth), finished);
       }
     }
     epilogue.template end<kLanes>(state, row, writer(share), true);
