@@ -9,11 +9,12 @@ import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from futransformer.cli.kernels import tile_of
 from futransformer.generator.config import CONFIGS
 from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.plan import Plan, kernel_specs, make_plan
 from futransformer.generator.precision import PRECISIONS, Element
-from futransformer.generator.specs import AttentionPrefillSpec, DecodeGemmSpec, GemmSpec, KernelSpec, Param
+from futransformer.generator.specs import DecodeGemmSpec, GemmSpec, KernelSpec, Param
 from futransformer.generator.specs.base import EPILOGUE_PARAMS
 
 PAGE = Path(__file__).parent / "kernels.md"
@@ -168,13 +169,9 @@ def _shape(spec: KernelSpec) -> str:
 
 
 def _tile(spec: KernelSpec) -> str:
-    if isinstance(spec, GemmSpec):
-        return str(spec.tile)
-    if isinstance(spec, AttentionPrefillSpec):
-        return f"{spec.tile_m}x{spec.tile_n}"
     if isinstance(spec, DecodeGemmSpec):
         return f"{16 * spec.row_tiles} columns x up to {spec.batch_tile} sequences"
-    return ""
+    return tile_of(spec)
 
 
 def _operations() -> str:

@@ -570,6 +570,7 @@ def decode_layers_specs(
     )
     if len(groups) > 1 or not fits:
         return {}
+    (group,) = groups
     specs = {}
     for batch in LAYERS_BATCHES:
         if batch * heads.num_key_value_heads > _MULTIPROCESSORS:
@@ -579,7 +580,7 @@ def decode_layers_specs(
             heads=heads,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            group_k=groups.copy().pop(),
+            group_k=group,
             zero_points=precision.zero_points,
             copy=precision.copy,
             batch=batch,

@@ -225,7 +225,7 @@ def _row(spec: KernelSpec, record: KernelRecord) -> tuple[str, ...]:
     stages = getattr(spec, "stages", None)
     return (
         record.name,
-        _tile(spec),
+        tile_of(spec),
         "" if stages is None else str(stages),
         str(resources.registers),
         str(record.shared_bytes + resources.static_shared_bytes),
@@ -238,12 +238,12 @@ def _described(spec: KernelSpec, record: KernelRecord) -> dict[str, Any]:
     return {
         **record.to_json(),
         "cubin": str(record.cubin),
-        "tile": _tile(spec),
+        "tile": tile_of(spec),
         "stages": getattr(spec, "stages", None),
     }
 
 
-def _tile(spec: KernelSpec) -> str:
+def tile_of(spec: KernelSpec) -> str:
     """Rows x columns (x depth) that a block computes at a time; in decode, output columns x sequences."""
     if isinstance(spec, GemmSpec):
         return str(spec.tile)

@@ -63,10 +63,11 @@ class LayerProjection:
         """Sums of squares of what it writes."""
         return min(self.n // ROW_TILE, self.blocks)
 
-    def most_tiles(self, blocks: int) -> int:
+    @property
+    def most_tiles(self) -> int:
         """Row tiles of the block that has most."""
         groups = self.n // (ROW_TILE * self.group_tiles)
-        return -(-groups // blocks) * self.group_tiles
+        return -(-groups // self.blocks) * self.group_tiles
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class DecodeLayersSpec(KernelSpec):
         splits = -(-splits // 16) * 16
         q = heads.group * heads.head_dim * 2
         attended = self.copy.page_bytes(heads.head_dim) + q + max(results, splits)
-        columns = ROW_TILE * max(projection.most_tiles(self.blocks) for projection in projections)
+        columns = ROW_TILE * max(projection.most_tiles for projection in projections)
         partial = _SETS * _SET_WARPS * self.batch * (columns + 4) * 4
         parts = (
             self.slots * self.slot_bytes,

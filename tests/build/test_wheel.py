@@ -26,7 +26,6 @@ from futransformer.build.fingerprint import source_key
 from futransformer.build.installed import find_installed, installed_kernels, mention_installed
 from futransformer.build.manifest import KernelRecord, ModelManifest
 from futransformer.build.nvcc import NVCC_FLAGS
-from futransformer.build.ptxas import Resources
 from futransformer.build.settings import HEADERS, BuildSettings
 from futransformer.build.wheel import distribution_name, write_wheel
 from futransformer.cli import main
@@ -35,9 +34,10 @@ from futransformer.generator.errors import ArtifactError, BuildError
 from futransformer.generator.plan import kernel_specs
 from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable, shipped_table
-from futransformer.generator.specs import ABI_VERSION, KernelSpec
+from futransformer.generator.specs import KernelSpec
 from futransformer.library import load_kernels
 from tests.build.conftest import TinySpec, render_tiny
+from tests.test_library import record_of
 
 NAME = "futransformer-kernels-smollm2-135m-bf16-sm90a"
 PACKAGE = NAME.replace("-", "_")
@@ -55,22 +55,8 @@ def pretended(spec: KernelSpec, folder: Path) -> KernelRecord:
     """A kernel as this version's source gives it, but for its machine code."""
     cubin = folder / f"{hashlib.sha256(spec.name.encode()).hexdigest()}.cubin"
     cubin.write_bytes(b"\x7fELF" + spec.name.encode())
-    return KernelRecord(
-        name=spec.name,
-        template=spec.template,
-        params=spec.params,
-        threads=spec.threads,
-        cluster=spec.cluster,
-        shared_bytes=spec.shared_bytes,
-        resources=Resources(100, 0, 0, 0, 0),
-        cubin=cubin,
-        cubin_sha256=hashlib.sha256(cubin.read_bytes()).hexdigest(),
-        compile_seconds=1.0,
-        nvcc_version="13.0.88",
-        abi_version=ABI_VERSION,
-        source_key=source_key(spec, render(spec), NVCC_FLAGS, HEADERS),
-        toolchain_key="0" * 64,
-    )
+    key = source_key(spec, render(spec), NVCC_FLAGS, HEADERS)
+    return replace(record_of(spec, cubin), source_key=key)
 
 
 @pytest.fixture(scope="module")

@@ -93,25 +93,20 @@ struct AttentionDecode {
     int* arrivals;           // [B, KvHeads], zero before and after
   };
 
-  // Takes the ring's place once the last page has been read. The four floats of padding spread a fragment's four
-  // heads over all banks.
-  struct WarpResults {
-    float out[kConsumers][Group][HeadDim + 4];
-    float2 max_sum[kConsumers][Group];
-  };
+  using Results = WarpResults<Tokens, kConsumers, Group, HeadDim>;
 
   // The ring stands first: the swizzle needs 1024-byte alignment, which the base of dynamic shared memory has.
   struct Shared {
     union {
       Page ring[Stages];
-      WarpResults warps;
+      Results warps;  // once the last page has been read
     };
     alignas(16) cutlass::arch::ClusterTransactionBarrier full[Stages];
     cutlass::arch::ClusterBarrier empty[Stages];
     alignas(16) int is_last;
   };
   static constexpr int kSharedBytes = sizeof(Shared);
-  static_assert(sizeof(WarpResults) <= sizeof(Page) * Stages, "the warps' results must fit in the ring");
+  static_assert(sizeof(Results) <= sizeof(Page) * Stages, "the warps' results must fit in the ring");
 
   // One block's share: pages [first, last) of sequence `sequence`, key/value head `head`.
   struct Work {
@@ -174,7 +169,7 @@ struct AttentionDecode {
       __syncwarp();
     }
     __syncthreads();  // the last page has been read
-    if (warp < kConsumers) publish(shared.warps, fragments);
+    if (warp < kConsumers) shared.warps.publish(threadIdx.x / 32, threadIdx.x % 32, fragments);
     __syncthreads();  // the warps' results lie in shared memory
     finish(args, work, shared);
   }
@@ -214,31 +209,6 @@ struct AttentionDecode {
     Tokens::end(fragments);
   }
 
-  // Lay a warp's result out in shared memory.
-  CUTLASS_DEVICE static void publish(WarpResults& results, Fragments const& fragments) {
-    int const warp = threadIdx.x / 32;
-    int const lane = threadIdx.x % 32;
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < kHeadTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int column = 0; column < 2; ++column) {
-        float sum = fragments.sum[tile][column];
-        CUTLASS_PRAGMA_UNROLL
-        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        int const head = 8 * tile + 2 * (lane % 4) + column;
-        if (head < Group) {
-          if (lane < 4) results.max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
-          CUTLASS_PRAGMA_UNROLL
-          for (int step = 0; step < kSteps; ++step) {
-            float* features = &results.out[warp][head][16 * step + Tokens::kFeature * (lane / 4)];
-            features[0] = fragments.out[tile][step][column];
-            features[Tokens::kOtherFeature] = fragments.out[tile][step][2 + column];
-          }
-        }
-      }
-    }
-  }
-
   static constexpr int kQuads = HeadDim / 4;  // what a thread combines at a time: four features of one head
 
   // Combine the warps; then, where the sequence has several splits, let the last block to arrive combine those.
@@ -250,7 +220,7 @@ struct AttentionDecode {
     for (int item = threadIdx.x; item < Group * kQuads; item += kThreads) {
       int const head = item / kQuads;
       int const quad = item % kQuads;
-      WarpResults const& warps = shared.warps;
+      Results const& warps = shared.warps;
       float4 const* out = reinterpret_cast<float4 const*>(&warps.out[0][head][4 * quad]);
       PartialAttention const total =
           combine(kConsumers, &warps.max_sum[0][head], Group, out, sizeof(warps.out[0]) / sizeof(float4));

@@ -37,4 +37,34 @@ struct DecodeWarp {
   }
 };
 
+// What the warps of a block leave for each other. The four floats of padding spread a fragment's four heads over all banks.
+template <class Tokens, int Warps, int Group, int HeadDim>
+struct WarpResults {
+  float out[Warps][Group][HeadDim + 4];
+  float2 max_sum[Warps][Group];
+
+  // Lay a warp's result out.
+  CUTLASS_DEVICE void publish(int warp, int lane, typename Tokens::Fragments const& fragments) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int tile = 0; tile < Tokens::kHeadTiles; ++tile) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int column = 0; column < 2; ++column) {
+        float sum = fragments.sum[tile][column];
+        CUTLASS_PRAGMA_UNROLL
+        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        int const head = 8 * tile + 2 * (lane % 4) + column;
+        if (head < Group) {
+          if (lane < 4) max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
+          CUTLASS_PRAGMA_UNROLL
+          for (int step = 0; step < Tokens::kSteps; ++step) {
+            float* features = &out[warp][head][16 * step + Tokens::kFeature * (lane / 4)];
+            features[0] = fragments.out[tile][step][column];
+            features[Tokens::kOtherFeature] = fragments.out[tile][step][2 + column];
+          }
+        }
+      }
+    }
+  }
+};
+
 }  // namespace futransformer

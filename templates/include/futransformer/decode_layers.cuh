@@ -62,7 +62,7 @@ constexpr int kLayerThreads = kLayerWarps * kLanes;  // that multiply
 // A projection [N, K], shared by `Blocks` blocks in groups of GroupTiles row tiles.
 template <int N, int K, int GroupTiles, int Blocks>
 struct LayerProjection {
-  static constexpr int kN = N, kK = K;
+  static constexpr int kK = K;
   static constexpr int kGroups = N / (kTileRows * GroupTiles);
   static constexpr int kMostTiles = (kGroups + Blocks - 1) / Blocks * GroupTiles;
   static_assert(N % (kTileRows * GroupTiles) == 0, "row tiles must divide into groups");
@@ -119,10 +119,7 @@ struct DecodeLayers {
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
   static_assert(kPageWarps == kSetWarps, "a set attends to a page");
 
-  struct Results {
-    float out[kAttending][Group][HeadDim + 4];
-    float2 max_sum[kAttending][Group];
-  };
+  using Results = WarpResults<Tokens, kAttending, Group, HeadDim>;
   // What a block combines of a sequence and head: its share of the quads of features, of every split.
   struct Splits {
     float4 out[kHeadQuads + kMostSplits];
@@ -625,7 +622,7 @@ struct DecodeLayers {
         if (in_ring) cursor.advance();
       }
       Tokens::end(fragments);
-      publish(attention.warps, lane, warp, fragments);
+      attention.warps.publish(warp, lane, fragments);
     }
     sync();
 
@@ -643,29 +640,6 @@ struct DecodeLayers {
         send(target, __float_as_uint(total.out.x), __float_as_uint(total.out.y), tag);
         send(target + 1, __float_as_uint(total.out.z), __float_as_uint(total.out.w), tag);
         if (quad == 0) send(args.exchange.max_sum + first_row + head, __float_as_uint(total.max), __float_as_uint(total.sum), tag);
-      }
-    }
-  }
-
-  // Lay a warp's result out in shared memory.
-  CUTLASS_DEVICE static void publish(Results& results, int lane, int warp, Fragments const& fragments) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int tile = 0; tile < Tokens::kHeadTiles; ++tile) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int column = 0; column < 2; ++column) {
-        float sum = fragments.sum[tile][column];
-        CUTLASS_PRAGMA_UNROLL
-        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        int const head = 8 * tile + 2 * (lane % 4) + column;
-        if (head < Group) {
-          if (lane < 4) results.max_sum[warp][head] = make_float2(fragments.max[tile][column], sum);
-          CUTLASS_PRAGMA_UNROLL
-          for (int step = 0; step < Tokens::kSteps; ++step) {
-            float* features = &results.out[warp][head][16 * step + Tokens::kFeature * (lane / 4)];
-            features[0] = fragments.out[tile][step][column];
-            features[Tokens::kOtherFeature] = fragments.out[tile][step][2 + column];
-          }
-        }
       }
     }
   }

@@ -53,52 +53,36 @@ struct TaggedStore : Operation {
   }
 };
 
-// ResidualFloat whose BF16 copy and sums of squares others read; with `plain` where the last layer leaves both.
+// ResidualFloat whose BF16 copy and sums of squares others read; its own, plain, where the last layer leaves both.
 template <int Columns, int Parts>
-struct TaggedResidual : Operation {
-  float* residual;     // [rows, Columns]
-  TaggedVector* out;   // [rows, Columns]
-  TaggedWord* sumsq;   // [rows, Parts]
+struct TaggedResidual : ResidualFloat<Columns, Parts> {
+  using Plain = ResidualFloat<Columns, Parts>;
+  using typename Plain::Operands;
+  using typename Plain::Row;
+  TaggedVector* sent;      // [rows, Columns]
+  TaggedWord* sumsq_sent;  // [rows, Parts]
   uint32_t tag;
-  bf16* plain_out;     // [rows, Columns], or null
-  float* plain_sumsq;  // [rows, Parts]
 
-  static constexpr int kOperands = 8, kPeriod = Columns;
-  struct Row {
-    float sum;
-  };
-  struct Operands {
-    float4 added[2];
-  };
-
+  // `plain` may be null.
   CUTLASS_DEVICE TaggedResidual(float* stream, TaggedVector* target, TaggedWord* sums, uint32_t as, bf16* plain, float* plain_sums)
-      : residual(stream), out(target), sumsq(sums), tag(as), plain_out(plain), plain_sumsq(plain_sums) {}
-  template <int Lanes, int Loads = 1>
-  CUTLASS_DEVICE Row begin(int, bool, Nothing) const {
-    return {0.f};
-  }
-  CUTLASS_DEVICE Operands load(Row const&, int row, int column) const {
-    float4 const* const stream = reinterpret_cast<float4 const*>(residual + size_t(row) * Columns + column);
-    return {{stream[0], stream[1]}};
-  }
+      : Plain(stream, plain, plain_sums), sent(target), sumsq_sent(sums), tag(as) {}
   CUTLASS_DEVICE void apply(Row& state, Operands const& operands, int row, int column, float (&values)[8]) const {
     float stream[8];
     unpack_f32x8(operands.added, stream);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) values[i] += stream[i];
     size_t const first = size_t(row) * Columns + column;
-    send_bf16x8(out, first, values, tag);
-    store_f32x8(residual + first, values);
-    if (plain_out != nullptr) store_bf16x8(plain_out + first, values);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 8; ++i) state.sum = fmaf(values[i], values[i], state.sum);
+    send_bf16x8(sent, first, values, tag);
+    store_f32x8(this->residual + first, values);
+    if (this->out != nullptr) store_bf16x8(this->out + first, values);
+    this->add(state, values);
   }
   template <int Lanes>
   CUTLASS_DEVICE void end(Row const& state, int row, int part, bool valid) const {
     float const sum = sum_over_lanes<Lanes>(state.sum);
     if (!valid || threadIdx.x % Lanes != 0) return;
-    send(sumsq + size_t(row) * Parts + part, __float_as_uint(sum), tag);
-    if (plain_out != nullptr) plain_sumsq[size_t(row) * Parts + part] = sum;
+    send(sumsq_sent + size_t(row) * Parts + part, __float_as_uint(sum), tag);
+    if (this->out != nullptr) this->sumsq_out[size_t(row) * Parts + part] = sum;
   }
 };
 
