@@ -95,18 +95,18 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
     for (int i = 0; i < kGroups; ++i) {
       int const of_head = column % HeadDim / (is_value ? 32 : 64), group = first + i;
       int const natural = is_value ? of_head + group : of_head + group % kEven + group / kEven * (HeadDim / 64);
-      int const head = (column - QFeatures) / HeadDim % KVHeads, feature = column / HeadDim * HeadDim + natural * 32 + 4 * t;
       if constexpr (Sent::kAny) {
         if (is_query) {
-          sent.query(row, feature, values[i]);
+          sent.query(row, column / HeadDim * HeadDim + natural * 32 + 4 * t, values[i]);
         } else {
-          sent.token(row, head, natural, t, is_value, scales[i], values[i]);
+          sent.token(row, (column - QFeatures) / HeadDim % KVHeads, natural, t, is_value, scales[i], values[i]);
         }
       }
       if (is_query) {
-        if constexpr (!Sent::kAny) store_query(q + size_t(row) * QFeatures + feature, values[i]);
+        bf16* const target = q + size_t(row) * QFeatures + column / HeadDim * HeadDim + natural * 32 + 4 * t;
+        if constexpr (!Sent::kAny) store_query(target, values[i]);
       } else if (state.slot >= 0) {
-        int const token = state.slot % PageSize;
+        int const head = (column - QFeatures) / HeadDim % KVHeads, token = state.slot % PageSize;
         unsigned char* const page = pages + (size_t(state.slot / PageSize) * KVHeads + head) * Page::kBytes;
         store_codes(page, scales[i], values[i], token, natural, t, is_value);
       }
