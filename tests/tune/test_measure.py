@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from futransformer.bench.harness import Harness, Timing
 from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import DeviceError
+from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.precision import get_precision
 from futransformer.generator.schedules import Place, shipped_table
 from futransformer.generator.specs import GemmSpec
@@ -66,7 +68,7 @@ class TellingHarness(Harness):
 class TimedKernel(StandInKernel):
     """Computes what the reference does and takes ``seconds``; ``fault`` may spoil the result, or refuse the launch.
 
-    Of the rows of a layer it takes ``in_a_layer`` times as long.
+    In a layer it takes ``in_a_layer`` times as long.
     """
 
     in_a_layer = 1.0
@@ -76,13 +78,24 @@ class TimedKernel(StandInKernel):
         self.clock, self.seconds_a_launch, self.fault = clock, seconds, fault
 
     def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
-        of_a_layer = arguments["m"] == sum(LAYER_PROMPTS)
-        self.clock.time += self.seconds_a_launch * (self.in_a_layer if of_a_layer else 1)
+        self.clock.time += self.seconds_a_launch
         if self.clock.timing:
             return
         super().launch(grid, **arguments)
         if self.fault is not None:
             self.fault(arguments["out"])
+
+
+def layer_of_one_launch(_: str, lengths: tuple[int, ...], bench: measure.SweepBench, precision: str) -> SimpleNamespace:
+    """All else in a layer takes no time."""
+    assert (lengths, precision) == (LAYER_PROMPTS, "bf16")
+    gemm = cast(Any, bench.library("tiny")._projections.gemms["prefill", "down"])
+    (kernel,) = gemm.kernels.values()
+
+    def run() -> None:
+        kernel.clock.time += kernel.seconds_a_launch * kernel.in_a_layer
+
+    return SimpleNamespace(ours=Contender(run, list))
 
 
 @pytest.fixture
@@ -103,8 +116,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
     monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
     monkeypatch.setattr(measure, "BUCKETS", {64: (3, 5), None: (9, 1024)})
     monkeypatch.setattr(measure, "LAYER_PROMPTS", LAYER_PROMPTS)
-    for subject in ("projection", "prefill_block"):
-        monkeypatch.setattr(f"futransformer.bench.subjects.{subject}.shape_config", lambda _: TINY)
+    monkeypatch.setattr("futransformer.bench.subjects.prefill_block.open_case", layer_of_one_launch)
+    monkeypatch.setattr("futransformer.bench.subjects.projection.shape_config", lambda _: TINY)
     torch.manual_seed(0)
     return stand_in_library(TINY, monkeypatch)
 
@@ -167,11 +180,33 @@ def test_a_layer_has_the_last_word(
     result = next(result for result in outcome.results if result.place == place)
     assert result.layer == pytest.approx(0.9 * in_a_layer)
     assert (place in outcome.changes()) is kept
-    told = measure.describe(result)
-    assert (
-        f"takes 0.900 of the time of {measure.schedule_name(result.incumbent)}, a layer {0.9 * in_a_layer:.3f}" in told
-    )
+    told, now = measure.describe(result), measure.schedule_name(result.incumbent)
+    assert f"takes 0.900 of the time of {now}, a layer {0.9 * in_a_layer:.3f}" in told
     assert told.endswith("; what is used now stays") is not kept
+
+
+def test_the_layer_that_is_asked_is_the_benchmarks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "LAYER_PROMPTS", LAYER_PROMPTS)
+    monkeypatch.setattr("futransformer.bench.subjects.prefill_block.shape_config", lambda _: TINY)
+    ours = stand_in_library(TINY, monkeypatch)
+    place, specs = next(iter(sweep.make_sweep(TINY, "bf16", shipped_table(), ["down"], 1).candidates.items()))
+    incumbent = ours.plan.prefill["down"][place.rows or MAX_ROWS]
+    result = measure.Result(place, incumbent, [(specs[0], 0.5)])
+    ran: list[str] = []
+
+    class Once(Harness):
+        def measure(self, regime: Regime, contenders: Mapping[str, Contender], seconds: float) -> dict[str, Timing]:
+            for name, contender in contenders.items():
+                contender.run()
+                ran.append(f"{regime}/{name}")
+            return {name: Timing.of([2.0 if name == incumbent.name else 1.0]) for name in contenders}
+
+    bench = measure.SweepBench(ours, CEILINGS)
+    load = cast(Callable[[GemmSpec], Kernel], lambda spec: TimedKernel(spec, clock, NOW, None))
+    assert measure._time_of_a_layer(result, "tiny", bench, load, Once(clock)) == pytest.approx(0.5)
+    names = (incumbent.name, specs[0].name)
+    assert ran == [f"{regime}/{name}" for regime in ("burst", "sustained") for name in names]
+    assert clock.time == 4 * NOW
 
 
 def test_a_layer_is_asked_where_there_is_one(
@@ -180,9 +215,8 @@ def test_a_layer_is_asked_where_there_is_one(
     """Of few rows it is not: the layer has many. Nor of a cache of codes, of which the benchmark has no layer."""
     few, specs = place_of(small_sweep, 64)
     outcome = run(small_sweep, library, clock, {specs[1].name: 0.9 * NOW})
-    assert {result.place.rows: result.layer for result in outcome.results} == {64: None, None: None}
     assert few in outcome.changes()
-    place, specs = place_of(small_sweep, None)
+    assert next(result for result in outcome.results if result.place == few).layer is None
     monkeypatch.setattr(library, "precision", get_precision("bf16-kv8"))
     assert not measure.layers_can_be_timed(library)
     monkeypatch.setattr(library, "precision", get_precision("fp8-int4"))
