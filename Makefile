@@ -63,8 +63,8 @@ SANITIZED := .sanitize
 sanitize: $(READY)
 	$(BIN)/python -m tests.ops.models $(SANITIZED)/kernels tails copies smollm2-135m smollm2-135m-fp8 smollm2-135m-int4-g32-asym \
 		smollm2-135m-kv4 smollm2-135m-int4-g32-asym-kv4 smollm2-135m-bf16-fp8-head8 odd odd-fp8 group16 group5 \
-		llama-3.1-8b llama-3.1-8b-fp8 llama-3.1-8b-int4 llama-3.1-8b-int4-channel-asym llama-3.1-8b-int4-head4 \
-		llama-3.1-8b-bf16-fp8-head8 llama-3.1-8b-fp8-int4-kv8-kv4-min
+		narrow-head narrow-head-fp8 narrow-head-int4 narrow-head-int4-channel-asym narrow-head-int4-head4 \
+		narrow-head-bf16-fp8-head8 narrow-head-fp8-int4-kv8-kv4-min
 	$(BIN)/python -m tests.sanitize.planted $(SANITIZED)/kernels
 	$(BIN)/python -m tests.sanitize --kernels $(SANITIZED)/kernels --output $(SANITIZED) --seconds 600
 

@@ -198,6 +198,7 @@ def _report(args: argparse.Namespace, outcome: Outcome, path: Path) -> None:
             "incumbent": result.incumbent.name,
             "winner": result.winner.name,
             "times": {spec.name: round(ratio, 4) for spec, ratio in result.times},
+            "layer": None if result.layer is None else round(result.layer, 4),
             "refused": result.refused,
         }
         for result in outcome.results

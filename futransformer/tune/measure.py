@@ -5,6 +5,9 @@ are timed in a graph, as the model runs them: a chain of launches, each of which
 runs, so that what a kernel does at its start and end counts for what it costs there. Where arithmetic decides, from 256
 rows on, they are timed in bursts, and the best few again sustained, at the power cap, where the order may be another. A
 candidate's time is told relative to the incumbent's, as the geometric mean over rows and regimes.
+
+What wins for any number of rows is at last tried in a whole layer beside the kernel in use, and kept if the layer is
+faster too: by itself a projection has the card's power and L2 for itself (docs/notebook/gemm_fp8.md).
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from futransformer.bench.case import Ceilings, Contender
+from futransformer.bench.case import COMPUTE_BOUND, Ceilings, Contender
 from futransformer.bench.check import judge
 from futransformer.bench.harness import Harness
 from futransformer.bench.runner import WANTED_SECONDS, Bench
 from futransformer.bench.shapes import gemm_work
+from futransformer.bench.subjects import prefill_block
 from futransformer.bench.subjects.gemm import graph_floor, regimes
 from futransformer.bench.subjects.projection import ProjectionInputs
 from futransformer.driver import Kernel
 from futransformer.generator.errors import FuTransformerError
+from futransformer.generator.precision import BF16
 from futransformer.generator.schedules import Place, Schedule, schedule_of
 from futransformer.generator.search import BUCKETS
 from futransformer.generator.specs import GemmSpec
@@ -36,22 +41,29 @@ from futransformer.tune.sweep import Sweep
 GAIN = 0.01  # what a candidate must win: two sets of bursts of one kernel differ by up to half of that
 GAIN_OF_FEW_ROWS = 0.03  # and in a bucket of few rows, where it is a kernel more to build, some eight seconds
 FINALISTS = 4  # of a burst, that are timed sustained as well
+LAYER_PROMPTS = (2048,) * 4  # of the layer that what wins is tried in
 LEAST_SECONDS = 0.5  # for one set of contenders; the harness takes its minimum number of turns anyway
 
 
 @dataclass
 class Result:
-    """One place: the incumbent, every candidate's time relative to it, the best first, and who was refused, and why."""
+    """One place: the incumbent, every candidate's time relative to it, the best first, and who was refused, and why.
+
+    ``layer`` is the time of a whole layer with the best candidate relative to that with the incumbent, if it was asked.
+    """
 
     place: Place
     incumbent: GemmSpec
     times: list[tuple[GemmSpec, float]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    layer: float | None = None
 
     @property
     def winner(self) -> GemmSpec:
         """The best candidate where it wins enough, else the incumbent."""
         least = GAIN if self.place.rows is None else GAIN_OF_FEW_ROWS
+        if self.layer is not None and self.layer >= 1:
+            return self.incumbent
         return self.times[0][0] if self.times and self.times[0][1] < 1 - least else self.incumbent
 
 
@@ -103,6 +115,8 @@ def run_sweep(
         result = Result(place, sweep.incumbent(place))
         outcome.results.append(result)
         _time_place(result, specs, shape, bench, load, harness, deadline)
+        if place.rows is None and result.winner != result.incumbent and layers_can_be_timed(library):
+            result.layer = _time_of_a_layer(result, shape, bench, load, harness)
         say(describe(result))
         if library.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -114,8 +128,9 @@ def describe(result: Result) -> str:
     if not result.times:
         return f"{result.place}: no candidate could be timed"
     (best, ratio), now = result.times[0], result.incumbent
+    layer = "" if result.layer is None else f", a layer {result.layer:.3f}"
     kept = "" if result.winner != now else "; what is used now stays"
-    return f"{result.place}: {schedule_name(best)} takes {ratio:.3f} of the time of {schedule_name(now)}{kept}"
+    return f"{result.place}: {schedule_name(best)} takes {ratio:.3f} of the time of {schedule_name(now)}{layer}{kept}"
 
 
 def schedule_name(spec: GemmSpec) -> str:
@@ -191,6 +206,28 @@ def _time_rows(
         best = sorted(contenders, key=lambda name: timings[name].median)[:FINALISTS]
         contenders = {n: c for n, c in contenders.items() if n in best or n == result.incumbent.name}
     return {named[name]: values for name, values in times.items() if len(values) == len(told)}
+
+
+def layers_can_be_timed(library: KernelLibrary) -> bool:
+    """Whether the benchmark has a layer of this precision: one whose cache is BF16, without a copy."""
+    return library.precision.kv == BF16 and library.precision.copy is None
+
+
+def _time_of_a_layer(
+    result: Result, shape: str, bench: SweepBench, load: Callable[[GemmSpec], Kernel], harness: Harness
+) -> float:
+    """Of a layer with the best candidate, relative to the incumbent's: the geometric mean over regimes."""
+    op: Projection = result.place.op  # type: ignore[assignment]
+    contenders: dict[str, Contender] = {}
+    for spec in (result.incumbent, result.winner):
+        library = bench.library(shape).with_prefill_gemm(op, load(spec))
+        alone = SweepBench(library, bench.ceilings)
+        contenders[spec.name] = prefill_block.open_case(shape, LAYER_PROMPTS, alone, library.precision.name).ours
+    logs = []
+    for regime in COMPUTE_BOUND:
+        found = harness.measure(regime, contenders, WANTED_SECONDS[regime])
+        logs.append(math.log(found[result.winner.name].median / found[result.incumbent.name].median))
+    return math.exp(sum(logs) / len(logs))
 
 
 def _contender(

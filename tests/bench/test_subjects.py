@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,33 @@ def test_a_wrong_answer_is_seen(cpu_bench: CpuBench, name: str) -> None:
             assert not judge(outputs, expected, precision).passed
 
 
+def test_a_step_walks_few_layers_as_often_as_the_model_has_layers(
+    cpu_bench: CpuBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(decode_step.LAYERS, SMALL, 10)  # of 30
+    taken = dict.fromkeys(("pack", "qkv"), 0)
+    ops = cpu_bench.library(SMALL, "int4-g64-kv4")
+    monkeypatch.setattr(cpu_bench, "library", lambda *_: ops)
+    for op in taken:
+        plain = getattr(ops, op)
+
+        def counted(*args: Any, op: str = op, plain: Callable[..., Any] = plain, **named: Any) -> Any:
+            taken[op] += 1
+            return plain(*args, **named)
+
+        monkeypatch.setattr(ops, op, counted)
+    with torch.no_grad():
+        problem = decode_step.open_case(SMALL, 2, 70, cpu_bench, precision="int4-g64-kv4")
+        assert taken == {"pack": 10 * 4 + 1, "qkv": 0}
+        outputs = problem.ours.outputs()
+        assert taken["qkv"] == 30
+        assert judge(outputs, problem.expected(), get_precision("int4-g64")).passed
+        assert list(problem.rivals) == ["torch-int4"]
+        assert judge_rival(
+            problem.rivals["torch-int4"]().outputs(), problem.expected(), get_precision("int4-g64")
+        ).passed
+
+
 def test_interleaving_for_gated_rivals() -> None:
     weight = torch.arange(12.0).view(6, 2)  # gate rows 0 1 2, up rows 3 4 5
     wanted = weight[[0, 3, 1, 4, 2, 5]]
@@ -248,6 +276,8 @@ def test_the_agreed_cases_exist() -> None:
         "decode_step/8b/int4/head=fp8/B=1/ctx=1024",
         "decode_step/8b/int4/head=int4/B=1/ctx=1024",
         "decode_step/8b/fp8/head=fp8/B=32/ctx=1024",
+        "decode_step/8b/int4-kv4/head=fp8/B=1/ctx=131072",
+        "decode_step/70b/int4-kv4/head=fp8/B=1/ctx=1024",
         "decode_gemm/8b/chain/fp8/B=16",
         "decode_block/8b/fp8/B=32/ctx=4096",
         "attention_decode/8b/bf16/B=32/ctx=4096",

@@ -28,6 +28,8 @@ MADE_UP: dict[str, LlamaConfig] = {
         replace(load_config("llama-3.2-1b"), name="group16", num_attention_heads=32, num_key_value_heads=2),
         # 5 query heads a key/value head; hidden_size 5120
         replace(load_config("llama-2-13b"), name="group5", num_key_value_heads=8),
+        # 8B's layers under a quarter of its head, which has the same tiles; a tool takes minutes over the whole of it
+        replace(load_config("llama-3.1-8b"), name="narrow-head", vocab_size=32_000, bos_token_id=1, eos_token_ids=(2,)),
         # Attention is wider than the residual stream (24 heads over 3 of 64 features), gate_up and the head end in a
         # part of a tile, and the vocabulary is not even
         replace(
@@ -48,6 +50,7 @@ FP8: dict[str, Precision] = {
     "smollm2-135m-fp8": _FP8,
     "llama-3.1-8b-fp8": _FP8,
     "odd-fp8": get_precision("fp8-promoted"),
+    "narrow-head-fp8": _FP8,
 }
 # The same over a cache of E4M3; the larger one's prompts are read in FP8 as well.
 KV8: dict[str, Precision] = {
@@ -88,6 +91,11 @@ BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 WHOLE = (
     *("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8"),
     *(*INT4[:4], *FP8_DECODE[:2], BOTH_PHASES, *KV4_INT4),
+)
+# What compute-sanitizer runs over in the place of 8B: every kernel.
+NARROW_HEADS = (
+    *("narrow-head", "narrow-head-fp8", "narrow-head-bf16-fp8-head8", "narrow-head-int4"),
+    *("narrow-head-int4-channel-asym", "narrow-head-int4-head4", "narrow-head-fp8-int4-kv8-kv4-min"),
 )
 MODELS = (
     *(*WHOLE, *INT4[4:], *FP8_DECODE[2:], *INT4_HEADS),
@@ -184,7 +192,7 @@ def tested_plan(name: str) -> Plan:
     """The kernels of a model that are tested."""
     precision = precision_of(name)
     plan = make_plan(model_config(name), precision, mixed=name in FP8)
-    if name in WHOLE:
+    if name in WHOLE or name in NARROW_HEADS:
         return plan
     prefill, prefill_bf16 = (
         {op: {MAX_ROWS: by_rows[MAX_ROWS]} for op, by_rows in gemms.items()}

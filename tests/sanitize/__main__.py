@@ -34,13 +34,13 @@ from tests.sanitize.runner import TOOLS, Run, Tally
 
 # The longest first: each process has what is left of the time, and those that come free help those that are not done.
 EXPORTS = (
-    "llama-3.1-8b",
-    "llama-3.1-8b-fp8",
-    "llama-3.1-8b-bf16-fp8-head8",
-    "llama-3.1-8b-int4",
-    "llama-3.1-8b-int4-channel-asym",
-    "llama-3.1-8b-int4-head4",
-    "llama-3.1-8b-fp8-int4-kv8-kv4-min",
+    "narrow-head",
+    "narrow-head-fp8",
+    "narrow-head-bf16-fp8-head8",
+    "narrow-head-int4",
+    "narrow-head-int4-channel-asym",
+    "narrow-head-int4-head4",
+    "narrow-head-fp8-int4-kv8-kv4-min",
     "group5",
     "group16",
     "smollm2-135m",

@@ -15,6 +15,7 @@ from futransformer.bench.harness import Harness, Timing
 from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.errors import DeviceError
+from futransformer.generator.precision import get_precision
 from futransformer.generator.schedules import Place, shipped_table
 from futransformer.generator.specs import GemmSpec
 from futransformer.library import KernelLibrary
@@ -25,6 +26,7 @@ from tests.ops.stand_in import StandInKernel, stand_in_library
 TINY = LlamaConfig("tiny", 128, 192, 2, 4, 2, 64, 300, 4096, 1e-5, 1e4)
 CEILINGS = Ceilings(read_tbps=4.0, fp8_tflops=1600.0, bf16_tflops=800.0)
 NOW = 1e-3  # seconds of a launch of the incumbent
+LAYER_PROMPTS = (5, 6)
 
 
 class Clock:
@@ -62,14 +64,20 @@ class TellingHarness(Harness):
 
 
 class TimedKernel(StandInKernel):
-    """Computes what the reference does and takes ``seconds``; ``fault`` may spoil the result, or refuse the launch."""
+    """Computes what the reference does and takes ``seconds``; ``fault`` may spoil the result, or refuse the launch.
+
+    Of the rows of a layer it takes ``in_a_layer`` times as long.
+    """
+
+    in_a_layer = 1.0
 
     def __init__(self, spec: GemmSpec, clock: Clock, seconds: float, fault: Callable[[Tensor], None] | None) -> None:
         super().__init__(spec, ReferenceOps(TINY))
         self.clock, self.seconds_a_launch, self.fault = clock, seconds, fault
 
     def launch(self, grid: tuple[int, int, int], **arguments: Any) -> None:
-        self.clock.time += self.seconds_a_launch
+        of_a_layer = arguments["m"] == sum(LAYER_PROMPTS)
+        self.clock.time += self.seconds_a_launch * (self.in_a_layer if of_a_layer else 1)
         if self.clock.timing:
             return
         super().launch(grid, **arguments)
@@ -94,7 +102,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
     monkeypatch.setattr(graphs, "captured", looped)
     monkeypatch.setattr(llama, "ROTATION_BYTES", 1)
     monkeypatch.setattr(measure, "BUCKETS", {64: (3, 5), None: (9, 1024)})
-    monkeypatch.setattr("futransformer.bench.subjects.projection.shape_config", lambda _: TINY)
+    monkeypatch.setattr(measure, "LAYER_PROMPTS", LAYER_PROMPTS)
+    for subject in ("projection", "prefill_block"):
+        monkeypatch.setattr(f"futransformer.bench.subjects.{subject}.shape_config", lambda _: TINY)
     torch.manual_seed(0)
     return stand_in_library(TINY, monkeypatch)
 
@@ -143,6 +153,40 @@ def test_the_fastest_wins_its_place_alone(
     assert [ratio for _, ratio in result.times] == pytest.approx([0.9, 0.97, 1.0])
     assert result.winner == specs[2]
     assert measure.describe(result).startswith(f"{place}: {measure.schedule_name(specs[2])} takes 0.900 of the time")
+
+
+@pytest.mark.parametrize(("in_a_layer", "kept"), [(1.05, True), (1.2, False)])
+def test_a_layer_has_the_last_word(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, in_a_layer: float, kept: bool
+) -> None:
+    place, specs = place_of(small_sweep, None)
+    slower = {specs[1].name: in_a_layer}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TimedKernel, "in_a_layer", property(lambda kernel: slower.get(kernel.spec.name, 1.0)))
+        outcome = run(small_sweep, library, clock, {specs[1].name: 0.9 * NOW})
+    result = next(result for result in outcome.results if result.place == place)
+    assert result.layer == pytest.approx(0.9 * in_a_layer)
+    assert (place in outcome.changes()) is kept
+    told = measure.describe(result)
+    assert (
+        f"takes 0.900 of the time of {measure.schedule_name(result.incumbent)}, a layer {0.9 * in_a_layer:.3f}" in told
+    )
+    assert told.endswith("; what is used now stays") is not kept
+
+
+def test_a_layer_is_asked_where_there_is_one(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows it is not: the layer has many. Nor of a cache of codes, of which the benchmark has no layer."""
+    few, specs = place_of(small_sweep, 64)
+    outcome = run(small_sweep, library, clock, {specs[1].name: 0.9 * NOW})
+    assert {result.place.rows: result.layer for result in outcome.results} == {64: None, None: None}
+    assert few in outcome.changes()
+    place, specs = place_of(small_sweep, None)
+    monkeypatch.setattr(library, "precision", get_precision("bf16-kv8"))
+    assert not measure.layers_can_be_timed(library)
+    monkeypatch.setattr(library, "precision", get_precision("fp8-int4"))
+    assert measure.layers_can_be_timed(library)
 
 
 @pytest.mark.parametrize(("rows", "kept", "replaced"), [(None, 0.993, 0.987), (64, 0.973, 0.967)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -106,7 +107,10 @@ def cases() -> Sequence[Case]:
 
 
 class DecodeInputs:
-    """Layers with their caches, and one new row a sequence; where decode reads codes, the layers hold their values."""
+    """Layers with their caches, and one new row a sequence; where decode reads codes, the layers hold their values.
+
+    A walk over more layers than there are begins anew with the first.
+    """
 
     def __init__(
         self,
@@ -148,14 +152,14 @@ class DecodeInputs:
         plain: bool = False,
         chained: bool = False,
     ) -> Stream:
-        """The first layers of ours; the stream's residual is overwritten. ``plain``: they have no INT4 copy.
+        """Layers of ours from the first on; the stream's residual is overwritten. ``plain``: they have no INT4 copy.
 
         In one launch where that is there, unless ``chained`` asks for single kernels.
         """
         bound = None if plain or chained else self.bound(ops, packed)
         if bound is not None:
             return bound(stream, self.rows, self.rope_table)
-        for weights, cache, kv_copy in zip(packed, self.caches, self.copies, strict=False):
+        for weights, cache, kv_copy in zip(packed, cycle(self.caches), cycle(self.copies), strict=False):
             pages = cache.k_pages, cache.v_pages
             copied = None if plain else kv_copy
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, *pages, kv_copy=copied)
@@ -171,11 +175,12 @@ class DecodeInputs:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """See LayerPages.layer."""
-        return self.caches[index].k_pages, self.caches[index].v_pages
+        cache = self.caches[index % len(self.caches)]
+        return cache.k_pages, cache.v_pages
 
     def copy_layer(self, index: int) -> Tensor | None:
         """See LayerPages.copy_layer."""
-        return self.copies[index]
+        return self.copies[index % len(self.copies)]
 
     def packed(self, ops: Ops) -> list[LayerWeights]:
         """All layers as ops read them."""
@@ -212,11 +217,12 @@ class DecodeInputs:
                 kv_copy[(slots // PAGE_SIZE)[:, None, None], heads, places[:, None]] = 255  # scales of NaN
 
     def reference_walk(self, ops: ReferenceOps, stream: Stream, layers: int) -> Stream:
-        """The first ``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
+        """``layers`` layers by the reference, on the pages themselves: caches can be too large to copy.
 
         It stores the new tokens' K and V there, rounded to BF16, as every call does.
         """
-        for layer, cache, kv_copy in zip(self.read[:layers], self.caches, self.copies, strict=False):
+        every = zip(self.read, self.caches, self.copies, strict=True)
+        for layer, cache, kv_copy in islice(cycle(every), layers):
             weights = layer.packed(self.config, ops, "decode")
             pages = cache.k_pages, cache.v_pages
             stream = llama_block(ops, weights, stream, self.rows, self.rope_table, *pages, kv_copy=kv_copy)
