@@ -46,12 +46,12 @@ from futransformer.sampling import SamplingRows, choose, mark_seen, unpack_seen
 if TYPE_CHECKING:
     from futransformer.blocks import LayerWeights
 
-# Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
-QUERY_BLOCK = 256
-
 
 class ReferenceOps:
     """The Ops protocol in plain PyTorch for one model shape."""
+
+    # Scores are computed for this many queries at a time: a causal block then reads only the keys it can see.
+    query_block = 256
 
     def __init__(
         self,
@@ -188,8 +188,8 @@ class ReferenceOps:
             seeing = max(start, stop - length)
             attended[start:seeing] = 0
             attend = self._attention_to(k_pages, v_pages, kv_scale, None, block_table[sequence], length)
-            for first in range(seeing, stop, QUERY_BLOCK):
-                last = min(first + QUERY_BLOCK, stop)
+            for first in range(seeing, stop, self.query_block):
+                last = min(first + self.query_block, stop)
                 attended[first:last] = attend(q[first:last], length - (stop - last))
         stored = attended if fp8 is None else self._stored(attended, fp8)
         return stored if out is None else out.copy_(stored)

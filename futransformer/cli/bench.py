@@ -177,7 +177,8 @@ def _perplexity(args: argparse.Namespace) -> int:
     precisions = [get_precision(name).name for name in args.precision.split(",")]
     _, text = read_text(args.text, named=True)
     where = results.environment(args.commit)
-    rows = perplexity.rows(
+    rows: list[dict[str, Any]] = []
+    for row in perplexity.rows(
         model_folder(args.model),
         text,
         precisions,
@@ -185,9 +186,10 @@ def _perplexity(args: argparse.Namespace) -> int:
         label=args.label,
         windows=args.windows,
         kernels=args.kernels,
-    )
-    content = results.document(PERPLEXITY, where, rows) | {"model": rows[0]["case"].split("/")[1]}
-    path = results.merge(args.output or results.default_folder(), content)
+    ):
+        rows.append(row)
+        content = results.document(PERPLEXITY, where, rows) | {"model": row["case"].split("/")[1]}
+        path = results.merge(args.output or results.default_folder(), content)  # what is measured is kept
     print(json.dumps(content, indent=1) if args.json else path)
     return 0
 

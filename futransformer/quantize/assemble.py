@@ -22,6 +22,12 @@ DONE = ".errors.json"  # beside a finished layer's shard, until all are: its err
 UNFINISHED = ".unfinished"
 
 
+def begin(folder: Path) -> None:
+    """Remove what an earlier run has left half done: files that are not whole, and a description, which comes last."""
+    for path in (folder / DESCRIPTION_FILE, *folder.glob(f"*{UNFINISHED}")):
+        path.unlink(missing_ok=True)
+
+
 def assemble(source: Path, folder: Path, shards: Sequence[str], groups: Groups, *, tied: bool) -> None:
     """Make the finished shards a checkpoint, with all that is carried from ``source``; ``tied``: the embeddings are."""
     for name in carried_files(source, weight_files(source)):
@@ -41,19 +47,26 @@ def assemble(source: Path, folder: Path, shards: Sequence[str], groups: Groups, 
 
 
 def seal(folder: Path, description: Mapping[str, Any]) -> None:
-    """Write the description, with the sha256 of every file; what a job kept for itself goes."""
-    for path in (*folder.glob(f"*{DONE}"), *folder.glob(f"*{UNFINISHED}")):
-        path.unlink()
-    files = sorted(path for path in folder.iterdir() if path.name != DESCRIPTION_FILE)
+    """Write the description, with the sha256 of every file but those that a job keeps for itself."""
+    files = sorted(path for path in folder.iterdir() if not path.name.endswith(DONE))
     sums = {path.name: sha256_of(path) for path in files}
     write_json(folder / DESCRIPTION_FILE, {"format": FORMAT, **description, "sha256": sums})
+
+
+def finish(folder: Path) -> None:
+    """Remove what a job has kept for itself, by which it would go on."""
+    for path in folder.glob(f"*{DONE}"):
+        path.unlink()
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # it may be what has filled the disk
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ CARRIED = (*CHECKED, "*.txt", "*.md", "LICENSE*", "NOTICE*")
 def check_output(source: Path, output: Path, *, force: bool, what: str = "calibrated model") -> None:
     """Refuse a folder that cannot be written, or must not be, before what is to lie there is computed.
 
-    What it may replace is what we wrote, and that only by ``force``.
+    What it may replace is what we wrote, and nothing else with it, and that only by ``force``.
     """
     here, there = source.resolve(), output.resolve()
     if here == there or here in there.parents or there in here.parents:
@@ -76,8 +76,22 @@ def check_output(source: Path, output: Path, *, force: bool, what: str = "calibr
             raise InputError(
                 f"--output {output} holds a model written before: replace it with --force, or name a new folder"
             )
+        if others := _others(output):
+            raise InputError(
+                f"--output {output} holds {others[0]}, which its {DESCRIPTION_FILE} does not name, and would lose it: "
+                "move it elsewhere, or name a new folder"
+            )
     with scratch_beside(output, next(parent for parent in there.parents if parent.exists()), what):
         pass
+
+
+def _others(folder: Path) -> list[str]:
+    """What lies in a folder of ours beside the files that its description names; all, if it names none."""
+    try:
+        sums = JsonReader(folder / DESCRIPTION_FILE, read_json(folder / DESCRIPTION_FILE)).section("sha256").content
+    except ConfigError:
+        sums = {}
+    return sorted(path.name for path in folder.iterdir() if path.name not in {DESCRIPTION_FILE, *sums})
 
 
 def write_folder(

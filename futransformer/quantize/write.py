@@ -36,7 +36,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.generator.precision import E4M3, Precision
-from futransformer.quantize.assemble import DONE, assemble, seal, write_json, write_whole
+from futransformer.quantize.assemble import DONE, assemble, begin, finish, seal, write_json, write_whole
 from futransformer.quantize.description import FORMAT, INT4_SECTION, precision_section, sha256_of, weight_files
 from futransformer.quantize.folder import SCALES_FILE, check_output, publish, save_scales, scratch_beside
 from futransformer.quantize.folding import Folding, logical_weights
@@ -143,6 +143,7 @@ def write_quantised(
         storage_errors(f"the {WHAT}", output, "choose another with --output", kept),
         _alone(partial, output),
     ):
+        begin(partial)
         errors: dict[str, Errors] = {}
         working = quantiser(checkpoint)
         spent, written = 0.0, 0
@@ -177,6 +178,7 @@ def write_quantised(
         seal(partial, {**_own_sections(own, partial, layers), INT4_SECTION: described})
         check_output(source, output, force=force, what=WHAT)  # another job may have been faster
         with scratch_beside(output, there.parent, WHAT) as scratch:
+            finish(partial)  # last: whoever was stopped or refused before goes on from the layers
             publish(partial, there, scratch / "replaced")
     return errors
 

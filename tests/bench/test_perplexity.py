@@ -102,7 +102,7 @@ def test_a_model_of_codes_stands_beside_what_it_was_made_from(tiny_base_model: P
     (named,) = perplexity.rows(folder, TEXT, [precision], baseline=tiny_base_model, windows=2, label="gptq-other")
     assert f"/{precision}-gptq-other-bf16/" in named["case"]
     with pytest.raises(InputError, match=r"is quantised .*: name what it was made from by --baseline"):
-        perplexity.rows(folder, TEXT, [precision])
+        next(perplexity.rows(folder, TEXT, [precision]))
 
 
 def test_reading_in_passes_is_decoding_with_gains_in_x(coded: tuple[Path, str]) -> None:
@@ -116,7 +116,7 @@ def test_reading_in_passes_is_decoding_with_gains_in_x(coded: tuple[Path, str]) 
 
 
 def test_bf16_is_measured_through_both_phases(tiny_base_model: Path) -> None:
-    rows = perplexity.rows(tiny_base_model, TEXT, ["bf16"], windows=3)
+    rows = list(perplexity.rows(tiny_base_model, TEXT, ["bf16"], windows=3))
     base = "perplexity/tiny-base/bf16-none-bf16/through"
     assert [row["case"] for row in rows] == [f"{base}={phase}/ctx=16/windows=3" for phase in ("prefill", "decode")]
     prefill, decode = rows
@@ -176,6 +176,18 @@ def test_runs_meet_in_one_file_a_model(
     assert (second["subject"], second["model"], second["commit"]) == ("perplexity", "tiny-base", "two")
     text = (tmp_path / "perplexity-tiny-base.json").read_text()
     assert all(line.strip().endswith((",", "]")) for line in text.splitlines() if "windows_minus_bf16" in line)
+
+
+def test_rows_are_written_as_they_come(tiny_base_model: Path, coded: tuple[Path, str], tmp_path: Path) -> None:
+    """The second precision cannot keep the codes: what the first has found is there."""
+    folder, precision = coded
+    (tmp_path / "text").write_text(TEXT)
+    written = tmp_path / "perplexity-tiny-base.json"
+    paths = ("--model", folder, "--baseline", tiny_base_model, "--text", tmp_path / "text", "--output", tmp_path)
+    options = ("--precision", f"{precision},int4-channel", "--windows", 2, "--commit", "one")
+    assert main([str(argument) for argument in ("bench", "perplexity", *paths, *options)]) != 0
+    (row,) = json.loads(written.read_text())["rows"]
+    assert row["case"].split("/")[2] == f"{precision}-gptq-bf16"
 
 
 def test_what_is_missing_is_asked_for(tiny_base_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,11 +178,21 @@ def test_what_lies_there_is_kept_unless_it_may_be_replaced(tiny_base_model: Path
     with pytest.raises(InputError, match="holds a model written before: replace it with --force"):
         write(tiny_base_model, calibrated, scales=other)
     assert (calibrated / "futransformer.json").read_bytes() == before
-    (calibrated / "left.txt").write_text("of the old one")
     write(tiny_base_model, calibrated, scales=other, force=True)
     assert torch.equal(read_recipe(calibrated, load_config(calibrated)).scales.amax, other.amax)
-    assert not (calibrated / "left.txt").exists()
     assert [path.name for path in calibrated.parent.iterdir()] == [calibrated.name]
+
+
+def test_what_was_put_beside_our_files_is_not_lost(tiny_base_model: Path, calibrated: Path) -> None:
+    """Another model, whose OUT was in this folder; and whatever lies beside a description that says nothing."""
+    inside = write(tiny_base_model, calibrated / "inside")
+    with pytest.raises(InputError, match=r"holds inside, which its futransformer\.json does not name"):
+        write(tiny_base_model, calibrated, force=True)
+    assert (inside / "futransformer.json").is_file()
+    shutil.move(inside, calibrated.parent / "beside")
+    (calibrated / "futransformer.json").write_text("{")
+    with pytest.raises(InputError, match=r"holds config\.json, which its futransformer\.json does not name"):
+        write(tiny_base_model, calibrated, force=True)
 
 
 def test_a_folder_of_something_else_is_never_replaced(tiny_base_model: Path, tmp_path: Path) -> None:

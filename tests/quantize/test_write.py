@@ -233,6 +233,54 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
     }
 
 
+@pytest.mark.parametrize("stop", [StoppedError(), InputError("another job was faster")])
+def test_a_job_that_is_stopped_at_its_end_has_its_layers(
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Exception
+) -> None:
+    """While gigabytes are summed, or where another model has come to lie in OUT."""
+    whole = write(tiny_base_model, tmp_path / "whole")
+    done: list[int] = []
+
+    class Counting(Nearest):
+        def quantise(self, index: int, weights: Mapping[str, Tensor]) -> Mapping[str, Quantised]:
+            done.append(index)
+            return super().quantise(index, weights)
+
+    def again() -> None:
+        counting = Counting(Int4Method(ASYMMETRIC), torch.device("cpu"))
+        how = {"method": "rtn", "groups": list(ASYMMETRIC)}
+        write_quantised(tiny_base_model, tmp_path / "out", lambda _: counting, ASYMMETRIC, how)
+
+    def stopping(*arguments: Any, **options: Any) -> None:
+        if done:
+            raise stop
+
+    sums = isinstance(stop, StoppedError)
+    with monkeypatch.context() as patched:
+        patched.setattr(*((assemble_module, "sha256_of") if sums else (write_module, "check_output")), stopping)
+        with pytest.raises(type(stop)):
+            again()
+    (partial,) = tmp_path.glob(".out-*.partial")
+    (partial / f"{SHARDS[1]}.1{assemble_module.UNFINISHED}").write_text("what a killed process leaves")
+    again()
+    assert done == [0, 1]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
+def test_what_fills_the_disk_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="No space left"):
+        assemble_module.write_whole(tmp_path / "shard", b"content")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_says_what_is_kept(tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = assemble_module.write_whole
 
