@@ -409,6 +409,9 @@ def test_the_next_kernel_starts_with_a_cluster_only_where_all_blocks_do(n: int) 
         ({"stage_k": 96}, "stage_k must be a multiple of 64"),
         ({"stages": 1}, "two stages"),
         ({"x_ahead": -1}, "x_ahead is a number of stages"),
+        ({"in_flight": 2}, "in_flight is a number of stages of the ring, where lanes load x"),
+        ({"in_flight": 5, "x_ahead": 1}, "in_flight is a number of stages of the ring"),
+        ({"in_flight": -1, "x_ahead": 1}, "in_flight is a number of stages of the ring"),
         ({"max_registers": 100}, "a multiple of 8"),
         ({"max_registers": 128}, "no second of its kind"),
         ({"next_at": "late"}, "next_at must be start, lead or end"),
@@ -475,6 +478,25 @@ def test_the_fastest_layer_of_int4_measured_is_planned() -> None:
     }
     of_copy = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode["qkv"]
     assert not any(spec.wgmma for spec in of_copy.values())
+
+
+@pytest.mark.parametrize("precision", ["int4", "int4-g32-asym", "int4-g64", "int4-head4"])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_few_stages_are_under_way_where_lanes_load_x(model: str, precision: str) -> None:
+    """Of INT4 weights, and where all blocks run at once; a bound that the ring itself sets is not told."""
+    for by_batch in make_plan(load_config(model), precision).decode.values():
+        for batch, spec in by_batch.items():
+            bounded = spec.element == INT4 and not spec.x_in_ring and spec.next_at == "start"
+            most = {4: 2, 8: 1, 16: 1, 32: 2}[batch] if bounded else spec.stages
+            assert spec.in_flight == (most if most < spec.stages else 0), spec.name
+
+
+def test_down_of_int4_reads_x_through_the_ring_at_32_sequences() -> None:
+    """8B, down alone: by lanes 19.0 us, through the ring by eight warps 16.9; o, of a shorter slice, by lanes."""
+    by_op = make_plan(load_config("llama-3.1-8b"), "int4").decode
+    down, o = by_op["down"][32], by_op["o"][32]
+    assert (down.x_ahead, down.warp_rows, down.warp_split, down.stages) == (0, 2, 4, 3)
+    assert (o.x_ahead, o.warp_rows, o.warp_split, o.stages) == (1, 1, 4, 4)
 
 
 def test_the_fastest_rings_measured_are_planned() -> None:
