@@ -433,7 +433,8 @@ def _int4(
             break
     if shape is not None:
         row_tiles, split_k = shape[:2]
-    by_lanes = batch_tile <= 8 or row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0)
+    # Of units of 32 k lanes have four at a time, whose scales and sums spill beside x of more than eight sequences.
+    by_lanes = batch_tile <= 8 or (row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0) and group_k > 32)
     long = row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
     if by_lanes and batch_tile == 32 and long and row_tiles % 2 == 0 and shape is None:
         # Of 32 sequences lanes hold one stage of x, which comes too late (8B, down: 19.0 us, through the ring 16.9).

@@ -491,6 +491,15 @@ def test_few_stages_are_under_way_where_lanes_load_x(model: str, precision: str)
             assert spec.in_flight == (most if most < spec.stages else 0), spec.name
 
 
+@pytest.mark.parametrize("precision", ["int4-g32", "int4-g32-asym"])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_units_of_32_come_with_x_beyond_eight_sequences(model: str, precision: str) -> None:
+    """By lanes they spill (8B, qkv at 16: 252 bytes), so that the build refuses the kernel."""
+    for by_batch in make_plan(load_config(model), precision).decode.values():
+        for batch, spec in by_batch.items():
+            assert spec.element != INT4 or batch <= 8 or spec.x_in_ring, spec.name
+
+
 def test_down_of_int4_reads_x_through_the_ring_at_32_sequences() -> None:
     """8B, down alone: by lanes 19.0 us, through the ring by eight warps 16.9; o, of a shorter slice, by lanes."""
     by_op = make_plan(load_config("llama-3.1-8b"), "int4").decode
