@@ -66,6 +66,10 @@ FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone 
 FEW_STAGES = 4
 FEW_STAGE_K = 128  # at least
 BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and ends: about 2 us
+# Stages of INT4 weights under way, by sequences, where lanes load x and all blocks run at once: more only delay the x
+# that the kernel before waits for (8B, a layer at 1, 8 and 16 sequences: unbounded 35.0, 43.5 and 50.2 us, two stages
+# 34.7, 43.1 and 49.4, one 35.1, 40.4 and 47.4; o alone at 32: 7.9, two 7.4)
+INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 # Sequences of a persistent step: of two, three and four a layer of 8B takes 62, 78 and 88 us, chained 44
@@ -429,10 +433,16 @@ def _int4(
             break
     if shape is not None:
         row_tiles, split_k = shape[:2]
-    by_lanes = batch_tile <= 8 or row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0)
-    if by_lanes:
-        long = batch_tile == 16 and row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
-        warp_rows, warp_split = 1, 8 if long else 4
+    # Of units of 32 k lanes have four at a time, whose scales and sums spill beside x of more than eight sequences.
+    by_lanes = batch_tile <= 8 or (row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0) and group_k > 32)
+    long = row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
+    if by_lanes and batch_tile == 32 and long and row_tiles % 2 == 0 and shape is None:
+        # Of 32 sequences lanes hold one stage of x, which comes too late (8B, down: 19.0 us, through the ring 16.9).
+        by_lanes = False
+        warp_rows, warp_split = 2, 4
+        steps = max(1, MAX_STAGE_K // (warp_split * group_k))
+    elif by_lanes:
+        warp_rows, warp_split = 1, 8 if batch_tile == 16 and long else 4
         steps = max(1, MAX_STAGE_K // (warp_split * group_k))
     else:
         warp_rows = row_tiles // 2 if batch_tile <= 32 and row_tiles % 2 == 0 else row_tiles
@@ -479,7 +489,13 @@ def _int4(
     if shape is None and _suits_wgmma(chosen):
         chosen = replace(chosen, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
-    return replace(chosen, next_at="lead" if waves else "start", rotate=waves)
+    in_flight = 0 if waves or chosen.x_in_ring else INT4_IN_FLIGHT[batch_tile]
+    return replace(
+        chosen,
+        next_at="lead" if waves else "start",
+        rotate=waves,
+        in_flight=in_flight if in_flight < chosen.stages else 0,
+    )
 
 
 def _suits_wgmma(spec: DecodeGemmSpec) -> bool:

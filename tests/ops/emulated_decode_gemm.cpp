@@ -165,7 +165,7 @@ struct Random<futransformer::Int4<GroupK, ZeroPoints>> {
 };
 
 template <class Gemm, class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
-          int Stages, int StageK>
+          int Stages, int StageK, int InFlight>
 void compare(int m) {
   constexpr int kBlocks = N / (16 * RowTiles) * Cluster;
   std::mt19937 random(m);
@@ -187,6 +187,7 @@ void compare(int m) {
   auto const run = [&] {
     Gemm::run(source, weight.chunks.data(), m, epilogue);
     emulator::expect(emulator::block->let_go == 1, "a block must let the next kernel start, and once");
+    emulator::expect(emulator::block->most_bulk_copies <= InFlight * RowTiles, "more stages were under way than may be");
   };
   emulator::launch({kBlocks, 1, 1}, Gemm::kThreads, run, Cluster);
 
@@ -224,11 +225,11 @@ void compare(int m) {
 }
 
 template <class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
-          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false>
+          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false, int InFlight = Stages>
 void check_of(int m) {
   using Gemm = futransformer::DecodeGemm<Element, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK,
-                                         XAhead, Next, Rotate>;
-  compare<Gemm, Element, N, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK>(m);
+                                         XAhead, Next, Rotate, InFlight>;
+  compare<Gemm, Element, N, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK, InFlight>(m);
 }
 template <int GroupK, bool ZeroPoints, int N, int K, int BatchTile, int RowTiles, int GroupRows, int GroupSplit,
           int Cluster, int Stages, int StageK, NextAt Next = NextAt::Start, bool Rotate = false>
@@ -236,7 +237,7 @@ void check_wgmma(int m) {
   using Element = futransformer::Int4<GroupK, ZeroPoints>;
   using Gemm = futransformer::DecodeGemmWgmma<Element, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages,
                                               StageK, Next, Rotate>;
-  compare<Gemm, Element, N, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages, StageK>(m);
+  compare<Gemm, Element, N, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages, StageK, Stages>(m);
 }
 template <auto... Tiling>
 void check(int m) {
@@ -301,6 +302,12 @@ int main() {
   check_int4<32, false, 64, 704, 4, 4, 1, 4, 2, 2, 128, 2>(2);
   check_int4<64, false, 96, 704, 4, 3, 1, 2, 1, 3, 128>(3);                       // in the ring
   check_int4<128, true, 112, 1536, 8, 7, 7, 1, 1, 3, 256>(7);
+
+  // As they are planned with one stage under way, or two: rings that turn, one that holds a slice, a short last stage.
+  check_int4<128, false, 112, 4096, 8, 7, 1, 4, 1, 3, 512, 2, NextAt::Start, false, 1>(8);
+  check_int4<128, false, 128, 7168, 4, 8, 1, 4, 4, 3, 512, 2, NextAt::Start, false, 2>(4);
+  check_int4<128, false, 128, 4096, 8, 8, 1, 4, 4, 2, 512, 2, NextAt::Start, false, 1>(5);
+  check_int4<128, true, 64, 6400, 16, 4, 1, 8, 2, 3, 1024, 1, NextAt::Start, false, 1>(16);
 
   check_wgmma<128, false, 224, 1024, 32, 14, 2, 1, 1, 3, 256>(32);  // as it is planned; some rows twice
   check_wgmma<128, true, 96, 1024, 64, 6, 2, 1, 2, 3, 256>(50);     // in a cluster, and zero points

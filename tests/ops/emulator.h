@@ -144,6 +144,7 @@ struct Block {
   int alive = 0, at_barrier = 0;
   unsigned barrier_round = 0;
   std::vector<std::function<void()>> copies;  // in flight
+  int bulk_copies = 0, most_bulk_copies = 0;  // of them, and at any time
   int let_go = 0;                             // how often it has let the next kernel start
 };
 
@@ -339,9 +340,12 @@ inline void copy_bytes(void* target, void const* source, int bytes, Barrier* bar
   auto const misalignment = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(source) | unsigned(bytes);
   expect(misalignment % 16 == 0, "a misaligned bulk copy");
   std::fill_n(static_cast<uint16_t*>(target), bytes / 2, 0x7fc1);  // NaN
+  Block* const owner = block;
+  owner->most_bulk_copies = std::max(owner->most_bulk_copies, ++owner->bulk_copies);
   block->copies.push_back([=] {
     std::memcpy(target, source, bytes);
     barrier->deliver(bytes);
+    --owner->bulk_copies;
   });
 }
 

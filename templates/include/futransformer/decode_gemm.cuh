@@ -45,10 +45,10 @@
 namespace futransformer {
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, int XAhead, NextAt Next, bool Rotate>
+          int StageK, int XAhead, NextAt Next, bool Rotate, int InFlight>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
-  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate>;
+  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate, InFlight>;
   using Cursor = typename Ring::Cursor;
   using Barrier = typename Ring::Barrier;
 
@@ -84,6 +84,7 @@ struct DecodeGemm {
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
   static_assert(RowTiles % WarpRows == 0, "row tiles must divide among warps");
+  static_assert(InFlight == Stages || !kXInRing, "what is under way can be told only where x does not come with it");
   static_assert(BatchTile % kTileBatch == 0 || (kSplit && kPaired), "four sequences are for integers");
 
   template <int Bytes>
@@ -151,7 +152,7 @@ struct DecodeGemm {
     auto const load_x = [&](int slot, int stage) {
       if constexpr (kXInRing) Ring::load_x(shared.ring[slot].x, shared.full[slot], stage, x);
     };
-    Ring::stream(shared.empty, load_weights, load_x, [&](int slot, int stage) {
+    Ring::stream(shared.full, shared.empty, load_weights, load_x, [&](int slot, int stage) {
       load_weights(slot, stage);
       load_x(slot, stage);
     });

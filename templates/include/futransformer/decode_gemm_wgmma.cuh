@@ -114,7 +114,7 @@ struct DecodeGemmWgmma {
       shared.landed[slot].arrive_and_expect_tx(sizeof(typename Ring::Box));
       Ring::load_x(shared.ring.x[slot], shared.landed[slot], stage, x);
     };
-    Ring::stream(shared.empty, load_weights, load_x, [&](int slot, int stage) {
+    Ring::stream(shared.full, shared.empty, load_weights, load_x, [&](int slot, int stage) {
       load_x(slot, stage);
       load_weights(slot, stage);
     });

@@ -1,7 +1,9 @@
 // What a decode GEMM's weights, and x where it travels with them, pass on their way: a ring of stages in shared memory.
 //
 // Blocks of a cluster have an equal slice of K of RowTiles row tiles each. One thread asks for a slice's stages of StageK k,
-// at most Stages ahead of those who multiply. With Rotate, clusters begin at different stages and walk around.
+// at most Stages ahead of those who multiply, and with at most InFlight of them under way: what is asked for beyond what
+// memory needs to be busy only delays what others wait for, the activations of the kernel before above all. With Rotate,
+// clusters begin at different stages and walk around.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -19,7 +21,8 @@ namespace futransformer {
 // When the next kernel may start: with this one, when a ring of stages is left to load, or with the last load.
 enum class NextAt { Start, Lead, End };
 
-template <class Element, int K, int BatchTile, int RowTiles, int Cluster, int Stages, int StageK, NextAt Next, bool Rotate>
+template <class Element, int K, int BatchTile, int RowTiles, int Cluster, int Stages, int StageK, NextAt Next, bool Rotate,
+          int InFlight = Stages>
 struct DecodeRing {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -27,6 +30,7 @@ struct DecodeRing {
   static constexpr int kSliceK = K / Cluster;
   static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
   static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
+  static_assert(0 < InFlight && InFlight <= Stages, "at least a stage is under way, at most as many as the ring holds");
 
   static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
   static constexpr int kRowTileBytes = Cluster * kSliceBytes;
@@ -63,14 +67,24 @@ struct DecodeRing {
   CUTLASS_DEVICE static bool inside(int k) { return kSliceK % StageK == 0 || k < kSliceK; }
 
   // One thread. Each of the three loads a stage into a slot: its weights, its x, and both where others have read the slot.
+  // InFlight is for a ring without x: with it `full` waits for what is asked for only behind the first fill.
   template <class EmptyBarrier, class LoadWeights, class LoadX, class Refill>
-  CUTLASS_DEVICE static void stream(EmptyBarrier const (&empty)[Stages], LoadWeights const& load_weights,
-                                    LoadX const& load_x, Refill const& refill) {
+  CUTLASS_DEVICE static void stream(Barrier const (&full)[Stages], EmptyBarrier const (&empty)[Stages],
+                                    LoadWeights const& load_weights, LoadX const& load_x, Refill const& refill) {
     if constexpr (Next == NextAt::Start) allow_next_kernel();
     int const turned = first_stage();
+    Cursor arriving;  // what must be there before `stage` is asked for
+    auto const await_earlier = [&](int stage) {
+      if (InFlight == Stages || stage < InFlight) return;
+      wait(full[arriving.slot], arriving.parity);
+      arriving.advance();
+    };
     // Nothing is unrolled: code that runs once is fetched once, and slowly.
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_weights(stage, place(stage, turned));
+    for (int stage = 0; stage < kAhead; ++stage) {
+      await_earlier(stage);
+      load_weights(stage, place(stage, turned));
+    }
     wait_for_previous_kernel();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = 0; stage < kAhead; ++stage) load_x(stage, place(stage, turned));
@@ -80,6 +94,7 @@ struct DecodeRing {
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
       if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
       wait(empty[cursor.slot], cursor.parity);
+      await_earlier(stage);
       refill(cursor.slot, place(stage, turned));
     }
     if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
