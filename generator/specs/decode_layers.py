@@ -72,7 +72,7 @@ class LayerProjection:
 
 @dataclass(frozen=True)
 class DecodeLayersSpec(KernelSpec):
-    """Every layer for up to ``batch`` sequences, by ``blocks`` blocks that run at once, one a multiprocessor.
+    """Every layer for one sequence, by ``blocks`` blocks that run at once, one a multiprocessor.
 
     A warp streams weights and pages through ``slots`` slots of shared memory, at most ``in_flight`` of them under way.
     Activations of ``window_k`` k are in shared memory at a time; a lane asks for ``at_once`` times eight of them.
@@ -87,7 +87,6 @@ class DecodeLayersSpec(KernelSpec):
     group_k: int
     zero_points: bool
     copy: KvFormat
-    batch: int
     blocks: int
     slots: int
     in_flight: int
@@ -95,7 +94,6 @@ class DecodeLayersSpec(KernelSpec):
     at_once: int
 
     def __post_init__(self) -> None:
-        self.require(1 <= self.batch <= 4, "batch must be 1 to 4")
         self.require(self.window_k % SLOT_K == 0, f"window_k must be a multiple of {SLOT_K}")
         self.require(self.slots >= 2, "a ring needs two slots")
         self.require(
@@ -144,7 +142,7 @@ class DecodeLayersSpec(KernelSpec):
         form = f"{self.copy}".replace("-", "_")
         return (
             f"decode_layers_sm90_int4g{self.group_k}{'z' * self.zero_points}_{self.heads}_n{self.hidden_size}"
-            f"_i{self.intermediate_size}_b{self.batch}_s{self.slots}x{self.in_flight}_k{self.window_k}x{self.at_once}"
+            f"_i{self.intermediate_size}_s{self.slots}x{self.in_flight}_k{self.window_k}x{self.at_once}"
             f"_t{self.blocks}_{form}"
         )
 
@@ -154,45 +152,44 @@ class DecodeLayersSpec(KernelSpec):
         return (
             pointer("layers", "const void"),  # [num_layers, 7] addresses: the kernel's Layer
             Param("num_layers", "int32"),
-            Param("m", "int32"),
             pointer("x", "cutlass::bfloat16_t"),
             pointer("residual", "float"),
             *EPILOGUE_PARAMS["rowscale"],
             *EPILOGUE_PARAMS["rope"],
             pointer("slots", "const long long"),
-            pointer("sumsq_out", "float"),  # [m, writers of down]
+            pointer("sumsq_out", "float"),  # [writers of down]
             pointer("block_table", "const int"),
             Param("block_table_stride", "int32"),
             pointer("seqlens_k", "const int"),
             Param("softmax_scale", "float32"),
             Param("splits", "int32"),
             Param("pages_per_split", "int32"),
-            *(pointer(f"{name}_sent", "void") for name in self.exchanged(1, 1)),
+            *(pointer(f"{name}_sent", "void") for name in self.exchanged(1)),
             pointer("epoch", "unsigned"),
         )
 
-    def exchanged(self, rows: int, splits: int) -> dict[str, tuple[int, ...]]:
+    def exchanged(self, splits: int) -> dict[str, tuple[int, ...]]:
         """What blocks send one another, in words of eight bytes: two BF16 or one float32, and a tag."""
         heads, hidden, dim = self.heads, self.hidden_size, self.heads.head_dim
         parts = self.projections[1].sumsq_parts
         scales = self.copy.groups(dim)
         return {
-            "q": (rows, heads.q_features // 2),
-            "codes": (rows, heads.num_key_value_heads, dim // 4 + 2 * scales),  # of the new tokens' K and V
-            "partial": (rows, heads.num_attention_heads, splits, dim),
-            "max_sum": (rows, heads.num_attention_heads, splits, 2),
-            "attended": (rows, heads.q_features // 2),
-            "x_middle": (rows, hidden // 2),
-            "sumsq_middle": (rows, parts),
-            "h": (rows, self.intermediate_size // 2),
-            "x_end": (rows, hidden // 2),
-            "sumsq_end": (rows, parts),
+            "q": (heads.q_features // 2,),
+            "codes": (heads.num_key_value_heads, dim // 4 + 2 * scales),  # of the new token's K and V
+            "partial": (heads.num_attention_heads, splits, dim),
+            "max_sum": (heads.num_attention_heads, splits, 2),
+            "attended": (heads.q_features // 2,),
+            "x_middle": (hidden // 2,),
+            "sumsq_middle": (parts,),
+            "h": (self.intermediate_size // 2,),
+            "x_end": (hidden // 2,),
+            "sumsq_end": (parts,),
         }
 
     @property
     def instructions(self) -> tuple[str, ...]:
         """See KernelSpec.instructions."""
-        return ("IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
+        return ("IMMA.16832.U8.S8", "HMMA.16816.F32.BF16", "UBLKCP", "LDS.128")
 
     @property
     def threads(self) -> int:
@@ -211,7 +208,7 @@ class DecodeLayersSpec(KernelSpec):
         """The ring; activations, or attention's results and the newest page; sums of the warps; barriers."""
         heads, projections = self.heads, self.projections
         window = max(min(projection.k, self.window_k) for projection in projections)
-        staged = -(-window // _PART_K) * 256 * self.batch + -(-window // self.group_k) * 8 * self.batch
+        staged = -(-window // _PART_K) * 256 + -(-window // self.group_k) * 8
         warps = _SETS * _SET_WARPS
         results = warps * heads.group * 4 * (heads.head_dim + 4 + 2)
         most_splits = max(self.blocks // heads.num_key_value_heads, 1)
@@ -220,12 +217,12 @@ class DecodeLayersSpec(KernelSpec):
         q = heads.group * heads.head_dim * 2
         attended = self.copy.page_bytes(heads.head_dim) + q + max(results, splits)
         columns = ROW_TILE * max(projection.most_tiles for projection in projections)
-        partial = _SETS * _SET_WARPS * self.batch * (columns + 4) * 4
+        partial = _SETS * _SET_WARPS * (columns + 4) * 4
         parts = (
             self.slots * self.slot_bytes,
             max(staged, attended),
             partial,
-            4 * self.batch + 4 * (4 * 3 + 7),
+            4 + 4 * (4 * 3 + 6),
             16 * self.slots,
         )
         return -(-sum(-(-part // 16) * 16 for part in parts) // 128) * 128

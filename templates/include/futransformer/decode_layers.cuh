@@ -1,15 +1,14 @@
 // All layers of a decode step in one launch: a block a multiprocessor, whose weights never stop arriving.
 //
-//   x         bf16 [m, Hidden], m <= Batch: what the first layer reads, in the end what the head reads
-//   residual  float32 [m, Hidden]: the stream, in place
+//   x         bf16 [Hidden]: what the first layer reads, in the end what the head reads
+//   residual  float32 [Hidden]: the stream, in place
 //   layers    [num_layers] of Layer: packed weights and pages (docs/formats.md)
 //
 // A layer is five phases: qkv, attention, o, gate_up, down. Blocks share a projection by row tiles, whole K each, so that no
 // sums travel between blocks; attention by pages, as attention_decode.cuh does. What a block has made others read as tagged
 // words (tagged.cuh): a phase begins when its operands are there, and nothing else is waited for. A place is written again a
 // layer later, when everything in between has been made of what was read there: for that every block must have a share of
-// gate_up, or one that reads nothing could be a layer ahead. Rows are of different sequences: a newest token is put into its own
-// row's page alone.
+// gate_up, or one that reads nothing could be a layer ahead.
 //
 // One warp streams what the block will read, layer after layer, through a ring in shared memory: row tiles two at a time,
 // 1024 k a slot, then the pages of attention. It waits for nothing but room, so that what the memory could do while the
@@ -76,7 +75,6 @@ class DecodeLayers {
       if (threadIdx.x % kLanes == 0) Stream::run(shared, args);
       return;
     }
-    wait_for_previous_kernel();
     uint32_t tag = *args.epoch;
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL

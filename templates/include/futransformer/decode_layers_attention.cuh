@@ -32,11 +32,10 @@ class DecodeLayersAttention {
   CUTLASS_DEVICE static Work work_of(Arguments const& args, int block) {
     Work work = {};
     int const share = T::Blocks - 1 - block;
-    if (share >= args.m * T::KvHeads * args.splits) return work;
+    if (share >= T::KvHeads * args.splits) return work;
     work.split = share % args.splits;
-    work.head = share / args.splits % T::KvHeads;
-    work.sequence = share / args.splits / T::KvHeads;
-    work.length = args.seqlens_k[work.sequence];
+    work.head = share / args.splits;
+    work.length = args.seqlens_k[0];
     bool const served = work.length > 0 && work.length <= static_cast<long long>(args.block_table_stride) * T::PageSize;
     int const pages = served ? (work.length + T::PageSize - 1) / T::PageSize : 0;
     work.splits = served ? min((pages + args.pages_per_split - 1) / args.pages_per_split, args.splits) : 1;
@@ -53,7 +52,7 @@ class DecodeLayersAttention {
     if (work.last == 0) {
       uint32_t const value = work.length <= 0 ? 0 : 0x7fff7fff;  // zeros, or no numbers
       for (int item = thread; item < T::kHeadQuads; item += kLayerThreads) {
-        send(args.exchange.attended + work.sequence_head() * T::kHeadQuads + item, value, value, tag);
+        send(args.exchange.attended + work.head * T::kHeadQuads + item, value, value, tag);
       }
       return;
     }
@@ -74,7 +73,7 @@ class DecodeLayersAttention {
     int const last = work.last, newest = work.newest();
     bool const has_newest = last - 1 == newest;
     if (has_newest) {
-      int const page = args.block_table[size_t(work.sequence) * args.block_table_stride + newest];
+      int const page = args.block_table[newest];
       uint4 const* const source =
           reinterpret_cast<uint4 const*>(layer.kv_copy + (size_t(page) * T::KvHeads + work.head) * sizeof(Page));
       uint4* const target = reinterpret_cast<uint4*>(&attention.newest);
@@ -89,7 +88,7 @@ class DecodeLayersAttention {
       int const item = of_warp + lane;
       TaggedVector found[1];
       receive(tag, found, [&](int) {
-        return item < kVectors ? args.exchange.q + work.sequence_head() * kVectors + item : nullptr;
+        return item < kVectors ? args.exchange.q + work.head * kVectors + item : nullptr;
       });
       if (item < kVectors) {
         *reinterpret_cast<uint2*>(attention.q + 4 * item) = make_uint2(uint32_t(found[0].words[0]), uint32_t(found[0].words[1]));
@@ -100,7 +99,7 @@ class DecodeLayersAttention {
       int const item = of_warp + lane;
       TaggedWord found[1];
       receive(tag, found, [&](int) {
-        return item < Codes::kCount ? args.exchange.codes + work.sequence_head() * Codes::kCount + item : nullptr;
+        return item < Codes::kCount ? args.exchange.codes + work.head * Codes::kCount + item : nullptr;
       });
       if (item < Codes::kCount) {
         Codes::put(reinterpret_cast<char*>(&attention.newest), (work.length - 1) % T::PageSize, item, uint32_t(found[0]));
@@ -109,7 +108,7 @@ class DecodeLayersAttention {
     T::sync();
     {
       Fragments fragments;
-      Tokens::begin(attention.q - work.sequence_head() * T::Group * T::HeadDim, work, fragments);
+      Tokens::begin(attention.q - work.head * T::Group * T::HeadDim, work, fragments);
       float const scale = Tokens::score_scale({layer.kv_copy}, args.softmax_scale);
       int const first_token = warp % kSetWarps * Tokens::kTokens;
       CUTLASS_PRAGMA_NO_UNROLL
@@ -131,7 +130,7 @@ class DecodeLayersAttention {
     }
     T::sync();
 
-    int const first_row = (work.sequence_head() * args.splits + work.split) * T::Group;
+    int const first_row = (work.head * args.splits + work.split) * T::Group;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int item = thread; item < T::kHeadQuads; item += kLayerThreads) {
       int const head = item / T::kQuads, quad = item % T::kQuads;
@@ -156,7 +155,7 @@ class DecodeLayersAttention {
     int const quads = min(T::kHeadQuads - first, share);  // none or fewer of the last ones
     if (quads <= 0) return;
     Splits& splits = shared.attention.splits;
-    size_t const first_row = work.sequence_head() * args.splits * T::Group;
+    size_t const first_row = work.head * args.splits * T::Group;
     int const items = quads * work.splits, thread = thread_now();
     for (int of_warp = thread / kLanes * kLanes; of_warp < items; of_warp += kLayerThreads) {
       int const item = of_warp + thread % kLanes, split = item / quads, quad = first + item % quads;
@@ -189,7 +188,7 @@ class DecodeLayersAttention {
   CUTLASS_DEVICE static void store(Arguments const& args, Layer const& layer, Work const& work, int item,
                                    PartialAttention const& total, uint32_t tag) {
     float const inverse = Tokens::normalised({layer.kv_copy}, total.sum);
-    send(args.exchange.attended + work.sequence_head() * T::kHeadQuads + item,
+    send(args.exchange.attended + work.head * T::kHeadQuads + item,
          pack_bf16x2(total.out.x * inverse, total.out.y * inverse), pack_bf16x2(total.out.z * inverse, total.out.w * inverse), tag);
   }
 };

@@ -37,9 +37,8 @@ class DecodeLayersProjections {
     bf16 const* const plain_x = projection == 0 && l == 0 ? args.x : nullptr;
     int const thread = thread_now(), warp = thread / kLanes, lane = thread % kLanes;
 
-    // Warp r finishes row r: what it needs is on its way while the products are made.
-    int const row = warp;
-    bool const is_row = row < args.m;
+    // The first warp finishes: what it needs is on its way while the products are made.
+    bool const finishes = warp == 0;
     float4 early[2] = {};  // operands of the lane's first columns
 
     int const set = warp / kSetWarps, part = warp % kSetWarps;
@@ -47,16 +46,15 @@ class DecodeLayersProjections {
     for (int window = 0; window < share.k; window += T::WindowK) {
       int const width = min(share.k - window, T::WindowK);
       if (window > 0) T::sync();  // the window before has been read
-      shared.x.template stage<kLayerThreads>(x, tag, plain_x, args.m, share.k, window, width);
+      shared.x.template stage<kLayerThreads>(x, tag, plain_x, window, width);
       if (window == 0) {
-        // By the last warps, which have least of x.
-        if (projection % 2 == 0 && warp >= kLayerWarps - args.m) {
-          int const of = kLayerWarps - 1 - warp;
-          float const factor = epilogues.rstd(projection == 2, l, tag, of);
-          if (lane == 0) shared.rstd[of] = factor;
+        // By the last warp, which has least of x.
+        if (projection % 2 == 0 && warp == kLayerWarps - 1) {
+          float const factor = epilogues.rstd(projection == 2, l, tag);
+          if (lane == 0) shared.rstd = factor;
         }
-        if (projection != 2 && is_row && lane < (share.last - share.first) * 2) {
-          epilogues.load_early(projection == 0, row, share.first * kTileRows + lane * 8, early);
+        if (projection != 2 && finishes && lane < (share.last - share.first) * 2) {
+          epilogues.load_early(projection == 0, share.first * kTileRows + lane * 8, early);
         }
       }
       T::sync();
@@ -71,36 +69,35 @@ class DecodeLayersProjections {
           wait(shared.full[cursor.slot], cursor.parity);
           int const at = i * kSlotK + part * kWarpK;
           if (at < width) {
-            multiply(shared, shared.ring[cursor.slot] + part * T::kPartBytes, lane, T::Batch == 1 ? 1 : args.m, at, width - at, sums);
+            multiply(shared, shared.ring[cursor.slot] + part * T::kPartBytes, lane, at, width - at, sums);
           }
           asm volatile("" ::: "memory");  // no read of the slot comes later
           __syncwarp();
           if (lane == 0) shared.empty[cursor.slot].arrive();
         }
-        int const sequence = SplitSumFragment::sequence(lane, 0);
         CUTLASS_PRAGMA_UNROLL
         for (int pair = 0; pair < kPairTiles; ++pair) {
-          if (tile + pair >= share.last || sequence >= T::Batch) break;
+          if (tile + pair >= share.last || SplitSumFragment::sequence(lane, 0) > 0) break;
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < SplitSumFragment::kSums; ++i) {
             int const column = (tile + pair - share.first) * kTileRows + SplitSumFragment::column(lane, i);
-            float& sum = shared.partial[warp][sequence][column];
+            float& sum = shared.partial[warp][column];
             sum = window == 0 ? sums[pair][i] : sum + sums[pair][i];
           }
         }
       }
     }
     T::sync();
-    if (!is_row) {
+    if (!finishes) {
       // nothing to finish
     } else if (projection == 0) {
-      auto const chain = epilogues.qkv(args.layers[l], shared.rstd[row], tag);
-      finish(shared, share, row, lane, chain, [&](auto& operands) { copy(early, operands.rest.first.angles); });
+      auto const chain = epilogues.qkv(args.layers[l], shared.rstd, tag);
+      finish(shared, share, lane, chain, [&](auto& operands) { copy(early, operands.rest.first.angles); });
     } else if (projection == 2) {
-      finish(shared, share, row, lane, epilogues.gate_up(shared.rstd[row], tag), [](auto&) {});
+      finish(shared, share, lane, epilogues.gate_up(shared.rstd, tag), [](auto&) {});
     } else {
       auto const chain = epilogues.residual(projection == 3, l, tag);
-      finish(shared, share, row, lane, chain, [&](auto& operands) { copy(early, operands.first.added); });
+      finish(shared, share, lane, chain, [&](auto& operands) { copy(early, operands.first.added); });
     }
     T::sync();  // who asks for others' results before this block's are on their way only holds them up
   }
@@ -111,11 +108,12 @@ class DecodeLayersProjections {
     to[1] = from[1];
   }
 
-  // A row's share of columns: the sums of all warps, and what the chain makes of them; a lane a vector. `fill` puts in place
-  // what has been loaded early, of the first vector.
+  // The block's columns: the sums of all warps, and what the chain makes of them; a lane a vector. `fill` puts in place what
+  // has been loaded early, of the first vector.
   template <class Epilogue, class Fill>
-  CUTLASS_DEVICE static void finish(Shared& shared, Share const& share, int row, int lane, Epilogue const& epilogue,
+  CUTLASS_DEVICE static void finish(Shared& shared, Share const& share, int lane, Epilogue const& epilogue,
                                     Fill const& fill) {
+    constexpr int row = 0;
     constexpr int kWidth = Epilogue::kWidth;
     int const vectors = (share.last - share.first) * kTileRows / kWidth;
     auto const column = [&](int vector) { return (share.first * kTileRows / kWidth + vector) * 8; };
@@ -129,12 +127,12 @@ class DecodeLayersProjections {
         operands = epilogue.load(state, row, column(vector));
       }
       float values[kWidth];
-      add_parts(shared.partial, row, vector * kWidth, values);
+      add_parts(shared.partial, vector * kWidth, values);
       epilogue.apply(state, operands, row, column(vector), values);
       if constexpr (Epilogue::kUnit > 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kWidth; i += 4) {
-          *reinterpret_cast<float4*>(&shared.partial[0][row][vector * kWidth + i]) =
+          *reinterpret_cast<float4*>(&shared.partial[0][vector * kWidth + i]) =
               make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
         }
       }
@@ -143,7 +141,7 @@ class DecodeLayersProjections {
       __syncwarp();
       CUTLASS_PRAGMA_NO_UNROLL
       for (int unit = 0; unit < (share.last - share.first) * kTileRows; unit += Epilogue::kUnit) {
-        FinishedRow<Epilogue::kUnit, kLanes> const finished{shared.partial[0][row] + unit, row, true};
+        FinishedRow<Epilogue::kUnit, kLanes> const finished{shared.partial[0] + unit, row, true};
         epilogue.copy(state, column(unit / kWidth), finished);
       }
     }
@@ -157,7 +155,7 @@ class DecodeLayersProjections {
   // tile the other's sums mean nothing.
   //
   // Codes in the upper halves of bytes count sixteen: they have products of their own, so that one operation makes an operand.
-  CUTLASS_DEVICE static void multiply(Shared const& shared, unsigned char const* units, int lane, int m, int at, int left,
+  CUTLASS_DEVICE static void multiply(Shared const& shared, unsigned char const* units, int lane, int at, int left,
                                       float (&sums)[kPairTiles][SplitSumFragment::kSums]) {
     constexpr uint32_t kLower = 0x0f0f0f0f, kUpper = 0xf0f0f0f0;
     constexpr int kUnits = kPartK / Weight::kUnitK, kUnitGroups = Weight::kUnitK / kGroupK;
@@ -171,7 +169,7 @@ class DecodeLayersProjections {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2; ++i) {
         uint4 four = {0, 0, 0, 0};
-        if (column < 2 * m) four = shared.x.words[unsigned(at) / kPartK + half][i][column][t];
+        if (column < 2) four = shared.x.words[unsigned(at) / kPartK + half][i][column][t];
         x[i][0] = four.x;
         x[i][1] = four.y;
         x[i][2] = four.z;
@@ -182,7 +180,7 @@ class DecodeLayersProjections {
         int const unit = half * kUnits + i;
         if (Weight::kUnitK < kPartK && unit * Weight::kUnitK >= left) break;
         typename Staged::Unit of_x = {0.f, 0};
-        if (t < m) of_x = shared.x.units[unsigned(at) / Weight::kUnitK + unit][t];
+        if (t == 0) of_x = shared.x.units[unsigned(at) / Weight::kUnitK + unit];
         ByteSums lower[kPairTiles] = {}, upper[kPairTiles] = {};
         CUTLASS_PRAGMA_UNROLL
         for (int load = 0; load < kLoads; ++load) {
@@ -226,7 +224,7 @@ class DecodeLayersProjections {
 
   // values = the sums of Width neighbouring columns, added warp by warp.
   template <int Width>
-  CUTLASS_DEVICE static void add_parts(float const (&partial)[kLayerWarps][T::Batch][T::kColumns + 4], int row, int first,
+  CUTLASS_DEVICE static void add_parts(float const (&partial)[kLayerWarps][T::kColumns + 4], int first,
                                        float (&values)[Width]) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Width; ++i) values[i] = 0.f;
@@ -235,7 +233,7 @@ class DecodeLayersProjections {
     for (int warp = 0; warp < kLayerWarps; ++warp) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < Width; i += 4) {
-        float4 const four = *reinterpret_cast<float4 const*>(&partial[warp][row][first + i]);
+        float4 const four = *reinterpret_cast<float4 const*>(&partial[warp][first + i]);
         values[i] += four.x;
         values[i + 1] += four.y;
         values[i + 2] += four.z;

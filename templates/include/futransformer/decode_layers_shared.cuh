@@ -49,23 +49,23 @@ struct Share {
   int first, last, k;
 };
 
-// Where blocks leave for one another what a layer makes; [m, ...] each.
+// Where blocks leave for one another what a layer makes.
 struct Exchange {
-  TaggedVector* q;            // [m, QFeatures]
-  TaggedWord* codes;          // [m, KvHeads, TokenCodes::kCount]
-  TaggedVector* partial;      // [m, KvHeads, splits, Group, HeadDim] float32
-  TaggedVector* max_sum;      // [m, KvHeads, splits, Group]
-  TaggedVector* attended;     // [m, QFeatures]
-  TaggedVector* x_middle;     // [m, Hidden]
-  TaggedWord* sumsq_middle;   // [m, writers of o]
-  TaggedVector* h;            // [m, Intermediate]
-  TaggedVector* x_end;        // [m, Hidden]
-  TaggedWord* sumsq_end;      // [m, writers of down]
+  TaggedVector* q;            // [QFeatures]
+  TaggedWord* codes;          // [KvHeads, TokenCodes::kCount]
+  TaggedVector* partial;      // [KvHeads, splits, Group, HeadDim] float32
+  TaggedVector* max_sum;      // [KvHeads, splits, Group]
+  TaggedVector* attended;     // [QFeatures]
+  TaggedVector* x_middle;     // [Hidden]
+  TaggedWord* sumsq_middle;   // [writers of o]
+  TaggedVector* h;            // [Intermediate]
+  TaggedVector* x_end;        // [Hidden]
+  TaggedWord* sumsq_end;      // [writers of down]
 };
 
 // One kernel's sizes, and its shared memory; the parameter `T` of its parts.
 template <class Element, class Qkv_, class O_, class GateUp_, class Down_, class Format, int KvHeads_, int Group_, int HeadDim_,
-          int PageSize_, int Batch_, int Blocks_, int Slots_, int InFlight_, int WindowK_, int AtOnce>
+          int PageSize_, int Blocks_, int Slots_, int InFlight_, int WindowK_, int AtOnce>
 struct DecodeLayersTraits {
   using Qkv = Qkv_;
   using O = O_;
@@ -75,7 +75,6 @@ struct DecodeLayersTraits {
   static constexpr int Group = Group_;
   static constexpr int HeadDim = HeadDim_;
   static constexpr int PageSize = PageSize_;
-  static constexpr int Batch = Batch_;
   static constexpr int Blocks = Blocks_;
   static constexpr int Slots = Slots_;
   static constexpr int InFlight = InFlight_;
@@ -103,12 +102,12 @@ struct DecodeLayersTraits {
   static constexpr int kMostK = most(Qkv::kK, O::kK, GateUp::kK, Down::kK);
   static constexpr int kWindow = kMostK < WindowK ? kMostK : WindowK;
   static constexpr int kProjections = 4;
-  using Staged = StagedActivations<Batch, kWindow, Weight::kUnitK, AtOnce>;
+  using Staged = StagedActivations<kWindow, Weight::kUnitK, AtOnce>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
   static_assert(kPageWarps == kSetWarps, "a set attends to a page");
 
   using Results = WarpResults<Tokens, kAttending, Group, HeadDim>;
-  // What a block combines of a sequence and head: its share of the quads of features, of every split.
+  // What a block combines of a head: its share of the quads of features, of every split.
   struct Splits {
     float4 out[kHeadQuads + kMostSplits];
     float2 max_sum[kMostSplits][Group];
@@ -122,11 +121,11 @@ struct DecodeLayersTraits {
     };
   };
 
-  // A block's share of attention: pages [first, last) of a sequence and key/value head, `split` of so many; of no split nothing.
+  // A block's share of attention: pages [first, last) of a key/value head, `split` of so many; of no split nothing.
   // Of a length that is none, or more than the block table can name, split 0 of one has no pages.
   struct Work {
-    int sequence, head, split, splits, length, first, last;
-    CUTLASS_DEVICE int sequence_head() const { return sequence * KvHeads + head; }
+    int head, split, splits, length, first, last;
+    CUTLASS_DEVICE int sequence_head() const { return head; }
     CUTLASS_DEVICE int newest() const { return (length - 1) / PageSize; }
   };
 
@@ -136,8 +135,8 @@ struct DecodeLayersTraits {
       Staged x;
       Attended attention;
     };
-    alignas(16) float partial[kLayerWarps][Batch][kColumns + 4];
-    float rstd[Batch];
+    alignas(16) float partial[kLayerWarps][kColumns + 4];
+    float rstd;
     Share shares[kProjections];
     Work work;
     alignas(16) Barrier full[Slots];
@@ -148,13 +147,12 @@ struct DecodeLayersTraits {
   struct Arguments {
     Layer const* layers;
     int num_layers;
-    int m;
     bf16 const* x;
     int const* block_table;
-    int block_table_stride;
+    int block_table_stride;  // pages that it names
     int const* seqlens_k;
     float softmax_scale;
-    int splits;  // most of a sequence, at most kMostSplits
+    int splits;  // at most kMostSplits
     int pages_per_split;
     Exchange exchange;
     uint32_t* epoch;  // a launch's tags are its epoch + 1 .. num_layers

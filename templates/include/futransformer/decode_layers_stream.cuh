@@ -78,12 +78,11 @@ class DecodeLayersStream {
  private:
   CUTLASS_DEVICE static void stream_pages(Shared& shared, Ring& ring, Arguments const& args, Layer const& layer) {
     Work const& work = shared.work;
-    int const* const table = args.block_table + size_t(work.sequence) * args.block_table_stride;
     int const newest = work.newest(), last = work.last;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int page = work.first; page < last; ++page) {
       if (page == newest) break;  // of this launch's own token: what attends to it fetches it
-      int const row = (table[page] * T::KvHeads + work.head) * T::PageSize;
+      int const row = (args.block_table[page] * T::KvHeads + work.head) * T::PageSize;
       ring.next(shared);
       Barrier& full = shared.full[ring.cursor.slot];
       full.arrive_and_expect_tx(sizeof(Page));

@@ -1,8 +1,8 @@
-// Activations as integers (split_activations.cuh), made once for all warps of a block, for up to four sequences.
+// Activations of one sequence as integers (split_activations.cuh), made once for all warps of a block.
 //
-// Of every 128 k and sequence shared memory has two columns of B, the high bytes and the low ones: 64 bytes of k 0 .. 63,
-// sixteen for each lane t of four, and further on those of k 64 .. 127. Of every unit of K and sequence there is what an
-// integer is worth, and the sum of the integers.
+// Of every 128 k shared memory has two columns of B, the high bytes and the low ones: 64 bytes of k 0 .. 63, sixteen for each
+// lane t of four, and further on those of k 64 .. 127. Of every unit of K there is what an integer is worth, and the sum of
+// the integers.
 #pragma once
 
 #include "fragment.cuh"
@@ -14,24 +14,23 @@ namespace futransformer {
 
 constexpr int kPartK = 128;  // k that a lane reads in two loads
 
-// Room for `K` k of `Batch` sequences, in units of UnitK. A lane has AtOnce items of eight k on their way at the same time.
-template <int Batch, int K, int UnitK, int AtOnce>
+// Room for `K` k in units of UnitK. A lane has AtOnce items of eight k on their way at the same time.
+template <int K, int UnitK, int AtOnce>
 struct StagedActivations {
-  static_assert(Batch <= kSplitBatch, "both bytes of a sequence stand in one MMA");
   static constexpr int kParts = (K + kPartK - 1) / kPartK;
 
   struct Unit {
     float scale;
     int32_t sum;
   };
-  uint4 words[kParts][2][2 * Batch][4];
-  Unit units[(K + UnitK - 1) / UnitK][Batch];
+  uint4 words[kParts][2][2][4];
+  Unit units[(K + UnitK - 1) / UnitK];
 
-  // All of `Threads` threads: `width` k of rows 0 .. m - 1 from element `first` on, whose rows have `stride` elements: as other
-  // blocks send them, with `tag`, or `plain` ones if there are any.
+  // All of `Threads` threads: `width` k from element `first` on, as other blocks send them, with `tag`, or `plain` ones if there
+  // are any.
   template <int Threads>
-  CUTLASS_DEVICE void stage(TaggedVector const* sent, uint32_t tag, bf16 const* plain, int m, int stride, int first, int width) {
-    int const thread = thread_now(), items = m * width / 8;
+  CUTLASS_DEVICE void stage(TaggedVector const* sent, uint32_t tag, bf16 const* plain, int first, int width) {
+    int const thread = thread_now(), items = width / 8;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int of_warp = thread / kLanes * kLanes; of_warp < items; of_warp += AtOnce * Threads) {
       uint4 eights[AtOnce];
@@ -40,13 +39,13 @@ struct StagedActivations {
         for (int i = 0; i < AtOnce; ++i) {
           int const item = of_warp + i * Threads + thread % kLanes;
           eights[i] = {0, 0, 0, 0};
-          if (item < items) eights[i] = __ldcg(reinterpret_cast<uint4 const*>(plain + element(item, stride, first, width)));
+          if (item < items) eights[i] = __ldcg(reinterpret_cast<uint4 const*>(plain + first + item * 8));
         }
       } else {
         TaggedVector found[2 * AtOnce];
         receive(tag, found, [&](int i) {
           int const item = of_warp + i / 2 * Threads + thread % kLanes;
-          return item < items ? sent + element(item, stride, first, width) / 4 + i % 2 : nullptr;
+          return item < items ? sent + (first + item * 8) / 4 + i % 2 : nullptr;
         });
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < AtOnce; ++i) {
@@ -56,9 +55,9 @@ struct StagedActivations {
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < AtOnce; ++i) {
-        int const item = of_warp + i * Threads + thread % kLanes, row = Batch == 1 ? 0 : item * 8 / width;
+        int const item = of_warp + i * Threads + thread % kLanes;
         if (of_warp + i * Threads >= items) break;
-        put(row, item * 8 - row * width, eights[0], item < items);
+        put(item * 8, eights[0], item < items);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j + 1 < AtOnce; ++j) eights[j] = eights[j + 1];
       }
@@ -66,13 +65,8 @@ struct StagedActivations {
   }
 
  private:
-  CUTLASS_DEVICE static size_t element(int item, int stride, int first, int width) {
-    int const row = Batch == 1 ? 0 : item * 8 / width;
-    return size_t(row) * stride + first + item * 8 - row * width;
-  }
-
-  // Eight k of a row, by as many consecutive lanes as a unit takes; all lanes of the warp.
-  CUTLASS_DEVICE void put(int row, int k, uint4 const& eight, bool exists) {
+  // Eight k, by as many consecutive lanes as a unit takes; all lanes of the warp.
+  CUTLASS_DEVICE void put(int k, uint4 const& eight, bool exists) {
     constexpr int kLanesOfUnit = UnitK / 8;
     uint32_t const zero = exists ? 0xffffffffu : 0;
     uint32_t const pairs[4] = {eight.x & zero, eight.y & zero, eight.z & zero, eight.w & zero};
@@ -106,13 +100,13 @@ struct StagedActivations {
     for (int distance = 1; distance < kLanesOfUnit; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (!exists) return;
     int const group = k / kGroupK % 4, t = k / 8 % 4;
-    uint4(&part)[2 * Batch][4] = words[k / kPartK][group / 2];
+    uint4(&part)[2][4] = words[k / kPartK][group / 2];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      reinterpret_cast<uint32_t*>(&part[2 * row][t])[2 * half + group % 2] = high[half];
-      reinterpret_cast<uint32_t*>(&part[2 * row + 1][t])[2 * half + group % 2] = low[half];
+      reinterpret_cast<uint32_t*>(&part[0][t])[2 * half + group % 2] = high[half];
+      reinterpret_cast<uint32_t*>(&part[1][t])[2 * half + group % 2] = low[half];
     }
-    if (k % UnitK == 0) units[k / UnitK][row] = {__fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f), sum};
+    if (k % UnitK == 0) units[k / UnitK] = {__fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f), sum};
   }
 
   // A byte each of k 2 half, 2 half + 4, 2 half + 1 and 2 half + 5 of a lane's eight.
