@@ -134,6 +134,11 @@ def make_plan(
     )
 
 
+def profiling_specs(plan: Plan) -> tuple[KernelSpec, ...]:
+    """Builds of a plan's kernels that say where their time goes; models run without them."""
+    return tuple(replace(spec, clocked=True) for spec in plan.decode_layers.values())
+
+
 def kernel_specs(
     config: LlamaConfig, precision: str | Precision, table: ScheduleTable | None = None, *, mixed: bool = False
 ) -> tuple[KernelSpec, ...]:

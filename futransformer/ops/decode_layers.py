@@ -34,6 +34,9 @@ class DecodeLayers:
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in self._held]
         self._table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # Of a build for profiling: the clocks that each block took, and those with copies under way.
+        clocks = torch.zeros(self.spec.blocks, 2, dtype=torch.int64, device=self.device)
+        self.clocks = clocks if self.spec.clocked else None
         self._exchanges: dict[int, dict[str, Tensor]] = {}
         self._streams = StreamOrder(self.device)
 
@@ -84,6 +87,7 @@ class DecodeLayers:
             splits=splits,
             pages_per_split=pages_per_split,
             epoch=self._epoch,
+            **({} if self.clocks is None else {"clocks": self.clocks}),
             **exchange,
         )
         return Stream(x, exchange["sumsq_out"][None], residual)

@@ -76,6 +76,7 @@ class DecodeLayersSpec(KernelSpec):
 
     A warp streams weights and pages through ``slots`` slots of shared memory, at most ``in_flight`` of them under way.
     Activations of ``window_k`` k are in shared memory at a time; a lane asks for ``at_once`` times eight of them.
+    ``clocked``: a build for profiling, which says how long copies were under way.
     """
 
     template: ClassVar[str] = "decode_layers_sm90.cu.jinja"
@@ -92,6 +93,7 @@ class DecodeLayersSpec(KernelSpec):
     in_flight: int
     window_k: int
     at_once: int
+    clocked: bool = False
 
     def __post_init__(self) -> None:
         self.require(self.window_k % SLOT_K == 0, f"window_k must be a multiple of {SLOT_K}")
@@ -143,7 +145,7 @@ class DecodeLayersSpec(KernelSpec):
         return (
             f"decode_layers_sm90_int4g{self.group_k}{'z' * self.zero_points}_{self.heads}_n{self.hidden_size}"
             f"_i{self.intermediate_size}_s{self.slots}x{self.in_flight}_k{self.window_k}x{self.at_once}"
-            f"_t{self.blocks}_{form}"
+            f"_t{self.blocks}_{form}{'_clocked' * self.clocked}"
         )
 
     @property
@@ -166,6 +168,7 @@ class DecodeLayersSpec(KernelSpec):
             Param("pages_per_split", "int32"),
             *(pointer(f"{name}_sent", "void") for name in self.exchanged(1)),
             pointer("epoch", "unsigned"),
+            *([pointer("clocks", "void")] if self.clocked else []),  # [blocks] of the kernel's BlockClocks
         )
 
     def exchanged(self, splits: int) -> dict[str, tuple[int, ...]]:

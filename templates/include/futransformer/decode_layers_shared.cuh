@@ -63,9 +63,14 @@ struct Exchange {
   TaggedWord* sumsq_end;      // [writers of down]
 };
 
+// Of a build for profiling: clocks of its multiprocessor that a block took, and those of them with a bulk copy under way.
+struct BlockClocks {
+  long long total, copying;
+};
+
 // One kernel's sizes, and its shared memory; the parameter `T` of its parts.
 template <class Element, class Qkv_, class O_, class GateUp_, class Down_, class Format, int KvHeads_, int Group_, int HeadDim_,
-          int PageSize_, int Blocks_, int Slots_, int InFlight_, int WindowK_, int AtOnce>
+          int PageSize_, int Blocks_, int Slots_, int InFlight_, int WindowK_, int AtOnce, bool Clocked_>
 struct DecodeLayersTraits {
   using Qkv = Qkv_;
   using O = O_;
@@ -79,6 +84,7 @@ struct DecodeLayersTraits {
   static constexpr int Slots = Slots_;
   static constexpr int InFlight = InFlight_;
   static constexpr int WindowK = WindowK_;
+  static constexpr bool Clocked = Clocked_;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
   using Tokens = DecodeTokens<Format, Group, HeadDim, PageSize>;
   using Page = typename Tokens::Page;
@@ -156,6 +162,7 @@ struct DecodeLayersTraits {
     int pages_per_split;
     Exchange exchange;
     uint32_t* epoch;  // a launch's tags are its epoch + 1 .. num_layers
+    BlockClocks* clocks;  // [blocks]; null unless Clocked
   };
 
   // The slot at hand, the parity of how often the ring has been passed, and whose turn it is.

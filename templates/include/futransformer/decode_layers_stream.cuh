@@ -25,14 +25,37 @@ class DecodeLayersStream {
   struct Ring {
     Cursor cursor;
     int issued = 0;
+    long long idle = 0;  // clocks without a copy under way; counted if Clocked
 
     // Wait for room in the next slot, and until few enough are under way.
     CUTLASS_DEVICE void next(Shared& shared) {
+      if constexpr (T::Clocked) {
+        idle += clocks_without_copies(shared, [&] { return shared.empty[cursor.slot].test_wait(cursor.parity ^ 1); });
+      }
       wait(shared.empty[cursor.slot], cursor.parity ^ 1);
       if (T::InFlight < T::Slots && issued >= T::InFlight) {
         int const earlier = cursor.slot - T::InFlight;
         wait(shared.full[earlier < 0 ? earlier + T::Slots : earlier], earlier < 0 ? cursor.parity ^ 1 : cursor.parity);
       }
+    }
+    // Ask until `done`; the clocks since all copies were seen to have arrived. Before one waits for room, all but the last
+    // InFlight had.
+    template <class Done>
+    CUTLASS_DEVICE long long clocks_without_copies(Shared const& shared, Done const& done) const {
+      long long arrived = 0;
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (!done()) {
+        if (arrived == 0 && none_under_way(shared)) arrived = clock64();
+      }
+      return arrived == 0 ? 0 : clock64() - arrived;
+    }
+    CUTLASS_DEVICE bool none_under_way(Shared const& shared) const {
+      for (int i = 1; i <= min(issued, T::InFlight); ++i) {
+        int const earlier = cursor.slot - i;
+        int const slot = earlier < 0 ? earlier + T::Slots : earlier;
+        if (!shared.full[slot].test_wait(earlier < 0 ? cursor.parity ^ 1 : cursor.parity)) return false;
+      }
+      return true;
     }
     CUTLASS_DEVICE void advance() {
       cursor.advance();
@@ -43,6 +66,7 @@ class DecodeLayersStream {
  public:
   CUTLASS_DEVICE static void run(Shared& shared, Arguments const& args) {
     Ring ring;
+    long long const start = T::Clocked ? clock64() : 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < args.num_layers * T::kProjections; ++step) {
       int const projection = step % T::kProjections;
@@ -72,6 +96,11 @@ class DecodeLayersStream {
           }
         }
       }
+    }
+    if constexpr (T::Clocked) {
+      while (!ring.none_under_way(shared)) {
+      }
+      args.clocks[blockIdx.x].copying = clock64() - start - ring.idle;
     }
   }
 
