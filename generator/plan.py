@@ -136,7 +136,7 @@ def make_plan(
 
 def profiling_specs(plan: Plan) -> tuple[KernelSpec, ...]:
     """Builds of a plan's kernels that say where their time goes; models run without them."""
-    return tuple(replace(spec, clocked=True) for spec in plan.decode_layers.values())
+    return () if plan.decode_layers is None else (replace(plan.decode_layers, clocked=True),)
 
 
 def kernel_specs(

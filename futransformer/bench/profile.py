@@ -136,9 +136,9 @@ class _StandingLayers:
     def __init__(self, ops: _StandingOps, walk: WalkLayers) -> None:
         self.ops, self.walk = ops, walk
 
-    def serves(self, rows: int) -> bool:
+    def serves(self, rows: int, most_keys: int) -> bool:
         """See WalkLayers.serves."""
-        return self.walk.serves(rows)
+        return self.walk.serves(rows, most_keys)
 
     def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
         """See WalkLayers."""
@@ -217,7 +217,7 @@ def _share_without_copies(config: LlamaConfig, clocked: Kernel, standing: _Stand
     """Run the layers as the step did; the mean over multiprocessors of the last launch."""
     assert standing.bound is not None
     layers, cache = standing.bound
-    walk = DecodeLayers(config, {1: clocked}, layers, cache)
+    walk = DecodeLayers(config, clocked, layers, cache)
     (call,) = standing.calls["layers"]
     assert isinstance(call, partial)
     for _ in range(CLOCKED_RUNS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from futransformer.cli.table import table
 from futransformer.generator.config import LlamaConfig, load_config
 from futransformer.generator.errors import InputError, UnsupportedError
+from futransformer.generator.plan import profiling_specs
 from futransformer.generator.precision import PRECISION_NAMES, get_precision
 
 if TYPE_CHECKING:
@@ -91,13 +92,12 @@ def _clocked(config: LlamaConfig, ops: KernelLibrary, args: argparse.Namespace) 
     from futransformer.build.load import load_or_build  # noqa: PLC0415 - see futransformer.cli
     from futransformer.driver import Kernel  # noqa: PLC0415
 
-    specs = {batch: spec for batch, spec in ops.plan.decode_layers.items() if args.batch <= batch}
-    if not specs:
+    (spec,) = profiling_specs(ops.plan) or (None,)
+    if spec is None or args.batch > 1:
         raise UnsupportedError(
             f"--gaps: {config.name} in {ops.precision.name} decodes {args.batch} sequences by single kernels, of which "
             "there is no build for profiling; it is for one sequence of INT4 weights over an INT4 copy (int4-kv4)"
         )
-    spec = replace(specs[min(specs)], clocked=True)
     record, cubin = load_or_build((spec,), folder=args.kernels)[spec.name]
     return Kernel(spec, record, cubin, ops.device)
 

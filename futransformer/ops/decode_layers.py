@@ -18,6 +18,10 @@ from futransformer.ops.streams import StreamOrder
 if TYPE_CHECKING:
     from futransformer.blocks import DecodePass, LayerWeights
 
+# Single kernels attend faster: all layers of 8B on an H200 take 13 ns a token here, 8.6 there. A step over 4,096 tokens
+# takes 1.37 ms here and 1.57 there, over 131,072 3.06 and 2.66.
+MOST_KEYS = 32_768
+
 
 class DecodeLayers:
     """The layers of one model and cache, of one sequence.
@@ -48,9 +52,9 @@ class DecodeLayers:
         weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
         return (*(weight["decode"] for weight in weights), *cache.layer(index), copy)
 
-    def serves(self, rows: int) -> bool:
-        """Whether the kernel is there for so many sequences."""
-        return rows == 1
+    def serves(self, rows: int, most_keys: int) -> bool:
+        """See WalkLayers.serves."""
+        return rows == 1 and most_keys <= MOST_KEYS
 
     def splits(self, pages: int) -> tuple[int, int]:
         """Blocks that share the pages of a head, and the pages of each: at most one share a block."""
@@ -65,7 +69,7 @@ class DecodeLayers:
         """
         self._streams.follow()
         x, sumsq, residual = stream
-        assert self.serves(len(x))
+        assert len(x) == 1
         splits, pages_per_split = self.splits(max(-(-rows.max_seqlen_k // PAGE_SIZE), 1))
         exchange = self._exchange(splits)
         self.kernel.launch(

@@ -16,8 +16,9 @@ from futransformer.blocks import DecodePass, llama_block
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.int4 import ROW_TILE
-from futransformer.generator.plan import make_plan
+from futransformer.generator.plan import make_plan, profiling_specs
 from futransformer.generator.precision import get_precision
+from futransformer.generator.render import render
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.library import KernelLibrary
 from futransformer.ops.decode_layers import DecodeLayers
@@ -77,7 +78,7 @@ class Layers:
     def bound(self) -> DecodeLayers:
         bound = self.ops.bind_layers(self.weights.layers, self.pages)
         assert bound is not None
-        assert bound.serves(len(self.tokens))
+        assert bound.serves(len(self.tokens), 1)
         return bound
 
     def walk(self, ops: Ops, rows: DecodePass | None = None) -> Stream:
@@ -193,6 +194,26 @@ def test_who_has_one() -> None:
             tiles = {op.op: op.n // ROW_TILE for op in spec.projections}
             assert tiles["gate_up"] >= spec.blocks, "a block without a share of h could be a layer ahead"
             assert spec.heads.num_key_value_heads <= spec.blocks
+
+
+def test_long_sequences_are_for_single_kernels() -> None:
+    layers = DecodeLayers.__new__(DecodeLayers)
+    assert [layers.serves(rows, keys) for rows, keys in ((1, 1), (1, 32_768), (1, 32_769), (2, 1), (0, 1))] == [
+        *(True, True),
+        *(False, False, False),
+    ]
+
+
+def test_a_build_for_profiling_is_another_kernel() -> None:
+    plan = make_plan(load_config("llama-3.1-8b"), "int4-kv4")
+    (clocked,) = profiling_specs(plan)
+    assert plan.decode_layers is not None
+    assert clocked.name == f"{plan.decode_layers.name}_clocked"
+    assert [param.name for param in clocked.params] == [*(param.name for param in plan.decode_layers.params), "clocks"]
+    assert "DecodeLayersTraits" in render(clocked)
+    assert "clocks" not in render(plan.decode_layers).replace("_clocked", "")
+    assert clocked not in plan.specs()
+    assert profiling_specs(make_plan(load_config("llama-3.1-8b"), "int4")) == ()
 
 
 def test_shapes_and_rings_that_are_refused() -> None:
