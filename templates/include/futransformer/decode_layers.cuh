@@ -71,7 +71,7 @@ class DecodeLayers {
     }
     __syncthreads();
     allow_next_kernel();
-    long long const start = T::Clocked ? clock64() : 0;
+    if (T::Clocked && threadIdx.x == 0) args.clocks[blockIdx.x].total = -clock64();  // no register is left to keep it
     if (threadIdx.x / kLanes == kLayerWarps) {
       if (threadIdx.x % kLanes == 0) Stream::run(shared, args);
       return;
@@ -86,7 +86,7 @@ class DecodeLayers {
     }
     // The last block has a share of every projection. In the end it has read h of all blocks, which therefore had begun.
     if (threadIdx.x == 0 && blockIdx.x == T::Blocks - 1) *args.epoch = tag;
-    if (T::Clocked && threadIdx.x == 0) args.clocks[blockIdx.x].total = clock64() - start;
+    if (T::Clocked && threadIdx.x == 0) args.clocks[blockIdx.x].total += clock64();
   }
 };
 
