@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
 from .kv_format import KvFormat
 from .precision import BF16, E4M3, INT4, Element, Precision
@@ -70,8 +71,7 @@ FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
 LAYERS_STAGED_K = 16_384  # k whose activations are in shared memory together: 32 KB
-LAYERS_FOUR_AT_ONCE = (Heads(32, 8, 128),)  # of other heads four of a lane's loads are one register too many
-LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 4, 32  # of its ring
+LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 6, 32  # of its ring
 
 
 def padded_vocab(vocab_size: int) -> int:
@@ -570,18 +570,20 @@ def decode_layers_spec(
     if len(groups) > 1 or not fits:
         return None
     (group,) = groups
-    least = DecodeLayersSpec(
-        heads=heads,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        group_k=group,
-        zero_points=precision.zero_points,
-        copy=precision.copy,
-        blocks=_MULTIPROCESSORS,
-        slots=2,
-        in_flight=2,
-        window_k=min(-(-max(ks) // SLOT_K) * SLOT_K, LAYERS_STAGED_K),
-        at_once=4 if heads in LAYERS_FOUR_AT_ONCE else 3,
-    )
+    try:
+        least = DecodeLayersSpec(
+            heads=heads,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            group_k=group,
+            zero_points=precision.zero_points,
+            copy=precision.copy,
+            blocks=_MULTIPROCESSORS,
+            slots=LAYERS_LEAST_SLOTS,
+            in_flight=2,
+            window_k=min(-(-max(ks) // SLOT_K) * SLOT_K, LAYERS_STAGED_K),
+        )
+    except UnsupportedError:  # no room for a ring beside what else is in shared memory
+        return None
     slots = (MAX_SHARED_BYTES - least.shared_bytes) // (least.slot_bytes + 16) + least.slots
-    return replace(least, slots=min(slots, LAYERS_MOST_SLOTS)) if slots >= LAYERS_LEAST_SLOTS else None
+    return replace(least, slots=min(slots, LAYERS_MOST_SLOTS))

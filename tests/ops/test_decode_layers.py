@@ -15,18 +15,20 @@ from futransformer.bench.llama import Cache, Paging, copy_of
 from futransformer.blocks import DecodePass, llama_block
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.heuristics import decode_layers_spec
 from futransformer.generator.int4 import ROW_TILE
 from futransformer.generator.plan import make_plan, profiling_specs
 from futransformer.generator.precision import get_precision
 from futransformer.generator.render import render
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.library import KernelLibrary
-from futransformer.ops.decode_layers import DecodeLayers
+from futransformer.ops.decode_layers import PAGES_AT_ONCE, DecodeLayers
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.ops.test_two_layers import STEPS, RandomModel, check_logits
 
-# head_dim 64 and 128, units of 32 with zero points and of 128 without, more blocks than row tiles and fewer
+# head_dim 64 and 128, units of 32 with zero points and of 128 without, more blocks than row tiles and fewer, parts of
+# slots and whole ones
 MODELS = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-int4-kv4")
 LENGTHS = (1, 63, 64, 65, 300)
 CONTEXTS = (1, 64, 129, 1000)
@@ -221,10 +223,12 @@ def test_shapes_and_rings_that_are_refused() -> None:
     assert spec is not None
     with pytest.raises(UnsupportedError, match="a row tile for each of 132 blocks"):
         replace(spec, intermediate_size=512)
-    with pytest.raises(UnsupportedError, match="a pass ahead"):
-        replace(spec, slots=5, in_flight=4)
+    with pytest.raises(UnsupportedError, match="in_flight must be 1 to 7"):
+        replace(spec, slots=11, in_flight=8)
     small = replace(load_config("llama-3.1-8b"), intermediate_size=512)
     assert make_plan(small, "int4-kv4").decode_layers is None
+    no_room = decode_layers_spec(spec.heads, spec.hidden_size, 16 * spec.intermediate_size, get_precision("int4-kv4"))
+    assert no_room is None
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
@@ -234,3 +238,4 @@ def test_every_page_has_a_block_and_every_block_one_share(kv_heads: int) -> None
         splits, of_each = DecodeLayers.splits(cast(DecodeLayers, SimpleNamespace(spec=spec)), pages)
         assert splits * of_each >= pages > (splits - 1) * of_each
         assert splits * kv_heads <= spec.blocks
+        assert of_each % PAGES_AT_ONCE == 0

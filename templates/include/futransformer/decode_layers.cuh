@@ -10,19 +10,20 @@
 // layer later, when everything in between has been made of what was read there: for that every block must have a share of
 // gate_up, or one that reads nothing could be a layer ahead.
 //
-// One warp streams what the block will read, layer after layer, through a ring in shared memory: row tiles two at a time,
+// One thread streams what the block will read, layer after layer, through a ring in shared memory: row tiles two at a time,
 // 1024 k a slot, then the pages of attention. It waits for nothing but room, so that what the memory could do while the
 // other warps wait for one another is done: a ring is five microseconds of the block's share of memory. It has at most
-// InFlight slots under way: what is asked for beyond what memory needs only delays activations.
+// InFlight slots under way while others wait for activations, which what is asked for beyond what memory needs would delay.
 //
-// Two sets of four warps take slots in turn and multiply straight out of them, each warp 256 k of both row tiles. Activations
-// become integers once for all of them (staged_activations.cuh). Sums are added in a fixed order: the same inputs give the
-// same bits.
+// Sets of four warps take slots in turn and multiply straight out of them, each warp 256 k of both row tiles: what it needs of
+// x it receives and makes integers of itself (staged_activations.cuh). Sums are added in a fixed order: the same inputs give
+// the same bits.
 #pragma once
 
 #include <cstdint>
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
 
 #include "decode_layers_attention.cuh"
 #include "decode_layers_projections.cuh"
@@ -48,12 +49,9 @@ class DecodeLayers {
   using Attention = DecodeLayersAttention<T>;
 
  public:
-  // `epilogues` makes the chains: qkv(layer, rstd, tag), residual(is_down, l, tag), gate_up(rstd, tag).
-  //
   // The four projections are one piece of code: a layer's code is fetched anew by every multiprocessor, layer after layer,
   // and what does not fit the instruction caches takes longer to fetch than to run.
-  template <class Epilogues>
-  CUTLASS_DEVICE static void run(Arguments const& args, Epilogues const& epilogues) {
+  CUTLASS_DEVICE static void run(Arguments const& args) {
     extern __shared__ __align__(1024) char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     if (threadIdx.x == 0) {
@@ -67,22 +65,26 @@ class DecodeLayers {
       shared.shares[1] = {O::first_tile(block), O::first_tile(block + 1), O::kK};
       shared.shares[2] = {GateUp::first_tile(block), GateUp::first_tile(block + 1), GateUp::kK};
       shared.shares[3] = {Down::first_tile(block), Down::first_tile(block + 1), Down::kK};
+      shared.position = args.positions[0];
+      shared.slot = args.slots[0] < 0 ? -1 : int(args.slots[0]);
       shared.work = Attention::work_of(args, block);
     }
     __syncthreads();
     allow_next_kernel();
     if (T::Clocked && threadIdx.x == 0) args.clocks[blockIdx.x].total = -clock64();  // no register is left to keep it
-    if (threadIdx.x / kLanes == kLayerWarps) {
-      if (threadIdx.x % kLanes == 0) Stream::run(shared, args);
+    if (threadIdx.x >= kLayerThreads) {
+      cutlass::arch::warpgroup_reg_dealloc<kStreamRegisters>();
+      if (threadIdx.x == kLayerThreads) Stream::run(shared, args);
       return;
     }
+    cutlass::arch::warpgroup_reg_alloc<kLayerRegisters>();
     uint32_t tag = *args.epoch;
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < args.num_layers * T::kProjections; ++step) {
       int const l = step / T::kProjections, projection = step % T::kProjections;
       if (projection == 1) Attention::run(shared, args, cursor, args.layers[l], ++tag);  // qkv reads what the layer before has sent
-      Projections::run(shared, args, cursor, epilogues, l, projection, tag);
+      Projections::run(shared, args, cursor, l, projection, tag);
     }
     // The last block has a share of every projection. In the end it has read h of all blocks, which therefore had begun.
     if (threadIdx.x == 0 && blockIdx.x == T::Blocks - 1) *args.epoch = tag;

@@ -28,7 +28,7 @@ class DecodeLayersAttention {
   using Arguments = typename T::Arguments;
 
  public:
-  // T::Blocks from the last on, which have least of qkv.
+  // Blocks from the last on, which have least of qkv.
   CUTLASS_DEVICE static Work work_of(Arguments const& args, int block) {
     Work work = {};
     int const share = T::Blocks - 1 - block;
@@ -106,15 +106,15 @@ class DecodeLayersAttention {
       }
     }
     T::sync();
-    {
+    if (warp < T::kAttending) {
       Fragments fragments;
       Tokens::begin(attention.q - work.head * T::Group * T::HeadDim, work, fragments);
       float const scale = Tokens::score_scale({layer.kv_copy}, args.softmax_scale);
-      int const first_token = warp % kSetWarps * Tokens::kTokens;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int page = work.first; page < last; ++page) {
         bool const in_ring = page != newest;
-        if (cursor.set == warp / kSetWarps) {
+        int const attending = thread_now() / kLanes, first_token = attending % kSetWarps * Tokens::kTokens;
+        if ((page - work.first) % kPageSets == attending / kSetWarps) {
           if (in_ring) wait(shared.full[cursor.slot], cursor.parity);
           void const* const stored = in_ring ? static_cast<void const*>(shared.ring[cursor.slot]) : &attention.newest;
           int const tokens = work.length - page * T::PageSize - first_token;
@@ -123,10 +123,12 @@ class DecodeLayersAttention {
           __syncwarp();
           if (in_ring && lane == 0) shared.empty[cursor.slot].arrive();
         }
-        if (in_ring) cursor.advance();
+        if (in_ring) cursor.skip_page();
       }
       Tokens::end(fragments);
-      attention.warps.publish(warp, lane, fragments);
+      attention.warps.publish(thread_now() / kLanes, thread_now() % kLanes, fragments);
+    } else {
+      cursor = cursor.past(last - work.first - has_newest);
     }
     T::sync();
 

@@ -6,6 +6,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "attention_decode.cuh"
+#include "epilogue_kv_decode.cuh"
 #include "epilogue_tagged.cuh"
 #include "fragment.cuh"
 #include "numeric.cuh"
@@ -25,18 +26,23 @@ struct Layer {
   unsigned char* kv_copy;
 };
 
-constexpr int kPairTiles = 2;              // row tiles that are multiplied at a time
-constexpr int kSets = 2;                    // of warps, which take slots in turn
-constexpr int kSetWarps = 4;                // with the one that streams nine warps, of 168 registers
-constexpr int kWarpK = 256;                 // k that a warp has of a slot
+constexpr int kPairTiles = 2;  // row tiles that are multiplied at a time
+constexpr int kSets = 4;       // of warps, which take slots in turn
+constexpr int kSetWarps = 4;
+constexpr int kPageSets = 2;  // of the sets, which take pages in turn: there is no room for more results
+constexpr int kWarpK = kPieceK;             // k that a warp has of a slot
 constexpr int kSlotK = kSetWarps * kWarpK;  // k of a slot
 constexpr int kLayerWarps = kSets * kSetWarps;
 constexpr int kLayerThreads = kLayerWarps * kLanes;  // that multiply
+// One thread streams. It is launched with 127 others, which end at once, because registers change hands by warpgroups: of 96
+// that a launch of so many threads has at most, attention would spill.
+constexpr int kStreamThreads = 128;
+constexpr int kLayerRegisters = 112, kStreamRegisters = 32;
 
 // A projection [N, K], shared by `Blocks` blocks in groups of GroupTiles row tiles.
 template <int N, int K, int GroupTiles, int Blocks>
 struct LayerProjection {
-  static constexpr int kK = K;
+  static constexpr int kN = N, kK = K;
   static constexpr int kGroups = N / (kTileRows * GroupTiles);
   static constexpr int kMostTiles = (kGroups + Blocks - 1) / Blocks * GroupTiles;
   static_assert(N % (kTileRows * GroupTiles) == 0, "row tiles must divide into groups");
@@ -47,20 +53,21 @@ struct LayerProjection {
 // A block's share of one: row tiles [first, last), all of K.
 struct Share {
   int first, last, k;
+
+  CUTLASS_DEVICE int pairs() const { return (last - first) * (kTileRows / 2); }  // of columns
+  CUTLASS_DEVICE int column(int pair) const { return first * kTileRows + 2 * pair; }
 };
 
 // Where blocks leave for one another what a layer makes.
 struct Exchange {
-  TaggedVector* q;            // [QFeatures]
-  TaggedWord* codes;          // [KvHeads, TokenCodes::kCount]
-  TaggedVector* partial;      // [KvHeads, splits, Group, HeadDim] float32
-  TaggedVector* max_sum;      // [KvHeads, splits, Group]
-  TaggedVector* attended;     // [QFeatures]
-  TaggedVector* x_middle;     // [Hidden]
-  TaggedWord* sumsq_middle;   // [writers of o]
-  TaggedVector* h;            // [Intermediate]
-  TaggedVector* x_end;        // [Hidden]
-  TaggedWord* sumsq_end;      // [writers of down]
+  TaggedVector* q;         // [QFeatures]
+  TaggedWord* codes;       // [KvHeads, TokenCodes::kCount]
+  TaggedVector* partial;   // [KvHeads, splits, Group, HeadDim] float32
+  TaggedVector* max_sum;   // [KvHeads, splits, Group]
+  TaggedVector* attended;  // [QFeatures]
+  TaggedVector* x_middle;  // [Hidden]
+  TaggedVector* h;         // [Intermediate]
+  TaggedVector* x_end;     // [Hidden]
 };
 
 // Of a build for profiling: clocks of its multiprocessor that a block took, and those of them with a bulk copy under way.
@@ -70,7 +77,7 @@ struct BlockClocks {
 
 // One kernel's sizes, and its shared memory; the parameter `T` of its parts.
 template <class Element, class Qkv_, class O_, class GateUp_, class Down_, class Format, int KvHeads_, int Group_, int HeadDim_,
-          int PageSize_, int Blocks_, int Slots_, int InFlight_, int WindowK_, int AtOnce, bool Clocked_>
+          int PageSize_, int Blocks_, int Slots_, int InFlight_, int WindowK_, bool Clocked_>
 struct DecodeLayersTraits {
   using Qkv = Qkv_;
   using O = O_;
@@ -83,6 +90,7 @@ struct DecodeLayersTraits {
   static constexpr int Blocks = Blocks_;
   static constexpr int Slots = Slots_;
   static constexpr int InFlight = InFlight_;
+  static constexpr int kMostInFlight = 2 * InFlight < Slots - kSets ? 2 * InFlight : Slots - kSets;
   static constexpr int WindowK = WindowK_;
   static constexpr bool Clocked = Clocked_;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -90,11 +98,14 @@ struct DecodeLayersTraits {
   using Page = typename Tokens::Page;
   using Fragments = typename Tokens::Fragments;
   using Codes = TokenCodes<Format, HeadDim>;
+  static constexpr int kHidden = O::kN, kQueries = KvHeads * Group * HeadDim, kKeys = KvHeads * HeadDim;
+  static constexpr int kWriters = O::kGroups < Blocks ? O::kGroups : Blocks;  // of o, and of down
+  using Copy = CopyKvOfRow<kQueries, KvHeads, HeadDim, PageSize, Format, SentToAttention<kQueries, KvHeads, HeadDim, Format>>;
   using Weight = WeightFragment<Element>;
 
-  static constexpr int kThreads = kLayerThreads + kLanes;
+  static constexpr int kThreads = kLayerThreads + kStreamThreads;
   static constexpr int kPageWarps = PageSize / Tokens::kTokens;  // of a set
-  static constexpr int kAttending = kSets * kPageWarps;
+  static constexpr int kAttending = kPageSets * kPageWarps;
   static constexpr int kQuads = HeadDim / 4;
   static constexpr int kHeadQuads = Group * kQuads;
   static constexpr int kMostSplits = Blocks / KvHeads > 1 ? Blocks / KvHeads : 1;
@@ -108,7 +119,9 @@ struct DecodeLayersTraits {
   static constexpr int kMostK = most(Qkv::kK, O::kK, GateUp::kK, Down::kK);
   static constexpr int kWindow = kMostK < WindowK ? kMostK : WindowK;
   static constexpr int kProjections = 4;
-  using Staged = StagedActivations<kWindow, Weight::kUnitK, AtOnce>;
+  // No part of a slot.
+  static constexpr bool kWhole = Qkv::kK % kSlotK == 0 && O::kK % kSlotK == 0 && Down::kK % kSlotK == 0;
+  using Staged = StagedActivations<kWindow, Weight::kUnitK, kWhole>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
   static_assert(kPageWarps == kSetWarps, "a set attends to a page");
 
@@ -142,7 +155,8 @@ struct DecodeLayersTraits {
       Attended attention;
     };
     alignas(16) float partial[kLayerWarps][kColumns + 4];
-    float rstd;
+    alignas(16) float squares[kLayerWarps];  // of the x that each warp has read
+    int position, slot;  // of the newest token
     Share shares[kProjections];
     Work work;
     alignas(16) Barrier full[Slots];
@@ -153,7 +167,13 @@ struct DecodeLayersTraits {
   struct Arguments {
     Layer const* layers;
     int num_layers;
-    bf16 const* x;
+    bf16* x;
+    float* residual;
+    float rms_norm_eps;
+    float const* rope_table;
+    int const* positions;
+    long long const* slots;
+    float* sumsq_out;
     int const* block_table;
     int block_table_stride;  // pages that it names
     int const* seqlens_k;
@@ -170,6 +190,7 @@ struct DecodeLayersTraits {
     int slot = 0;
     uint32_t parity = 0;
     int set = 0;
+    // At most a ring further.
     CUTLASS_DEVICE Cursor ahead(int slots) const {
       Cursor later = {slot + slots, parity, (set + slots) % kSets};
       if (later.slot >= Slots) {
@@ -179,6 +200,25 @@ struct DecodeLayersTraits {
       return later;
     }
     CUTLASS_DEVICE void advance() { *this = ahead(1); }
+    // Any number of slots further.
+    CUTLASS_DEVICE Cursor after(int slots) const {
+      Cursor later = past(slots);
+      later.set = (set + slots) % kSets;
+      return later;
+    }
+    // The same of pages, which do not change whose turn the next slot of weights is.
+    CUTLASS_DEVICE void skip_page() {
+      if (++slot == Slots) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+    CUTLASS_DEVICE Cursor past(int pages) const {
+      unsigned const passed = unsigned(slot + pages) / Slots;
+      return {slot + pages - int(passed) * Slots, parity ^ (passed & 1), set};
+    }
+    // Slots until it is that set's turn.
+    CUTLASS_DEVICE int until(int its_turn) const { return (its_turn - set + kSets) % kSets; }
   };
 
   // Of the warps that multiply.

@@ -21,27 +21,27 @@ class DecodeLayersStream {
   using Shared = typename T::Shared;
   using Arguments = typename T::Arguments;
 
-  // The slot that is filled next.
+  // The slot that is filled next, and those on their way to it.
   struct Ring {
-    Cursor cursor;
-    int issued = 0;
-    long long idle = 0;  // clocks without a copy under way; counted if Clocked
+    Cursor cursor, arriving;
+    int under_way = 0;
 
-    // Wait for room in the next slot, and until few enough are under way.
-    CUTLASS_DEVICE void next(Shared& shared) {
+    // Wait for room in the next slot, and until few enough are under way: twice as many while most of the ring is empty, for
+    // then the other warps wait for memory, else for one another.
+    CUTLASS_DEVICE void next(Shared& shared, Arguments const& args) {
       if constexpr (T::Clocked) {
-        idle += clocks_without_copies(shared, [&] { return shared.empty[cursor.slot].test_wait(cursor.parity ^ 1); });
+        args.clocks[blockIdx.x].copying -= clocks_without_copies(shared, [&] { return shared.empty[cursor.slot].test_wait(cursor.parity ^ 1); });
       }
       wait(shared.empty[cursor.slot], cursor.parity ^ 1);
-      if (T::InFlight < T::Slots && issued >= T::InFlight) {
-        int const earlier = cursor.slot - T::InFlight;
-        wait(shared.full[earlier < 0 ? earlier + T::Slots : earlier], earlier < 0 ? cursor.parity ^ 1 : cursor.parity);
-      }
+      Cursor const later = cursor.ahead(T::Slots / 2 + 1);
+      bool const empty = shared.empty[later.slot].test_wait(later.parity ^ 1);
+      int const most = empty ? T::kMostInFlight : T::InFlight;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; under_way >= most; --under_way, arriving.advance()) wait(shared.full[arriving.slot], arriving.parity);
     }
-    // Ask until `done`; the clocks since all copies were seen to have arrived. Before one waits for room, all but the last
-    // InFlight had.
+    // Ask until `done`; the clocks since all copies were seen to have arrived.
     template <class Done>
-    CUTLASS_DEVICE long long clocks_without_copies(Shared const& shared, Done const& done) const {
+    CUTLASS_DEVICE long long clocks_without_copies(Shared const& shared, Done const& done) {
       long long arrived = 0;
       CUTLASS_PRAGMA_NO_UNROLL
       while (!done()) {
@@ -49,24 +49,22 @@ class DecodeLayersStream {
       }
       return arrived == 0 ? 0 : clock64() - arrived;
     }
-    CUTLASS_DEVICE bool none_under_way(Shared const& shared) const {
-      for (int i = 1; i <= min(issued, T::InFlight); ++i) {
-        int const earlier = cursor.slot - i;
-        int const slot = earlier < 0 ? earlier + T::Slots : earlier;
-        if (!shared.full[slot].test_wait(earlier < 0 ? cursor.parity ^ 1 : cursor.parity)) return false;
+    CUTLASS_DEVICE bool none_under_way(Shared const& shared) {
+      for (; under_way > 0; --under_way, arriving.advance()) {
+        if (!shared.full[arriving.slot].test_wait(arriving.parity)) return false;
       }
       return true;
     }
     CUTLASS_DEVICE void advance() {
       cursor.advance();
-      ++issued;
+      ++under_way;
     }
   };
 
  public:
   CUTLASS_DEVICE static void run(Shared& shared, Arguments const& args) {
     Ring ring;
-    long long const start = T::Clocked ? clock64() : 0;
+    if constexpr (T::Clocked) args.clocks[blockIdx.x].copying = -clock64();  // no register is left to keep it
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = 0; step < args.num_layers * T::kProjections; ++step) {
       int const projection = step % T::kProjections;
@@ -86,7 +84,7 @@ class DecodeLayersStream {
             int const tiles = share.last - tile < kPairTiles ? 1 : kPairTiles;
             unsigned char const* const source =
                 weight + size_t(tile) * tile_bytes + k / Weight::kUnitK * Weight::kUnitBytes;
-            ring.next(shared);
+            ring.next(shared, args);
             Barrier& full = shared.full[ring.cursor.slot];
             unsigned char* const slot = shared.ring[ring.cursor.slot];
             full.arrive_and_expect_tx(tiles * bytes);
@@ -100,7 +98,7 @@ class DecodeLayersStream {
     if constexpr (T::Clocked) {
       while (!ring.none_under_way(shared)) {
       }
-      args.clocks[blockIdx.x].copying = clock64() - start - ring.idle;
+      args.clocks[blockIdx.x].copying += clock64();
     }
   }
 
@@ -112,7 +110,7 @@ class DecodeLayersStream {
     for (int page = work.first; page < last; ++page) {
       if (page == newest) break;  // of this launch's own token: what attends to it fetches it
       int const row = (args.block_table[page] * T::KvHeads + work.head) * T::PageSize;
-      ring.next(shared);
+      ring.next(shared, args);
       Barrier& full = shared.full[ring.cursor.slot];
       full.arrive_and_expect_tx(sizeof(Page));
       Tokens::load({layer.kv_copy}, row, full, *reinterpret_cast<Page*>(shared.ring[ring.cursor.slot]));
