@@ -27,7 +27,7 @@ from futransformer.generator.errors import InputError
 from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, kernel_specs, make_plan
 from futransformer.generator.precision import E4M3, INT4, Element, Precision, get_precision
-from futransformer.generator.specs import KernelSpec
+from futransformer.generator.specs import DecodeLayersSpec, KernelSpec
 from futransformer.ops.attention_decode import INVARIANT_PAGES_PER_SPLIT, AttentionDecode
 from futransformer.ops.attention_prefill import AttentionPrefill
 from futransformer.ops.decode_gemm import DecodeGemm
@@ -117,8 +117,8 @@ class KernelLibrary:
         self._step_begin = StepBegin(kernel(plan.step_begin))
         self._step_end = StepEnd(kernel(plan.step_end))
         # Another order of sums than that of single kernels, which serve larger batches.
-        served = {} if batch_invariant else plan.decode_layers
-        self._decode_layers = {batch: kernel(spec) for batch, spec in served.items()}
+        layers = None if batch_invariant else plan.decode_layers
+        self._decode_layers = None if layers is None else kernel(layers)
 
     def with_prefill_gemm(self, op: Projection, kernel: Kernel) -> KernelLibrary:
         """The same library with one kernel for all prompts of a projection, to be compared with what the plan chose."""
@@ -165,12 +165,11 @@ class KernelLibrary:
 
     def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> DecodeLayers | None:
         """See Ops.bind_layers. A card with fewer multiprocessors than the kernel has blocks could not run it."""
-        kernels = {
-            batch: kernel
-            for batch, kernel in self._decode_layers.items()
-            if self.plan.decode_layers[batch].blocks <= kernel.sm_count
-        }
-        return DecodeLayers(self.config, kernels, layers, cache) if kernels else None
+        kernel = self._decode_layers
+        if kernel is None:
+            return None
+        assert isinstance(kernel.spec, DecodeLayersSpec)
+        return DecodeLayers(self.config, kernel, layers, cache) if kernel.spec.blocks <= kernel.sm_count else None
 
     def sumsq_parts(self, phase: Phase, op: Projection, operand: torch.dtype, rows: int) -> int:
         """See Ops.sumsq_parts."""

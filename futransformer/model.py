@@ -468,7 +468,11 @@ class Llama:
         gains = self.weights.gains if rows.phase == "decode" else ()
         gain = gains[0] if gains else None
         stream = self.ops.gather_rows(rows.phase, self.weights.embedding, tokens, fp8=first, gain=gain)
-        if isinstance(rows, DecodePass) and self._walk is not None and self._walk.serves(len(tokens)):
+        if (
+            isinstance(rows, DecodePass)
+            and self._walk is not None
+            and self._walk.serves(len(tokens), rows.max_seqlen_k)
+        ):
             return self._walk(stream, rows, self.weights.rope_table)
         for index, layer in enumerate(self.weights.layers):
             k_pages, v_pages = self.cache.layer(index)

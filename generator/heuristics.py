@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
 from .kv_format import KvFormat
 from .precision import BF16, E4M3, INT4, Element, Precision
@@ -72,12 +73,9 @@ BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and 
 INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
-# Sequences of a persistent step: of two, three and four a layer of 8B takes 62, 78 and 88 us, chained 44
-LAYERS_BATCHES = (1,)
 LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
-LAYERS_STAGED_K = 16_384  # k times sequences whose activations are in shared memory together: 32 KB
-LAYERS_FOUR_AT_ONCE = (Heads(32, 8, 128),)  # of other heads four of a lane's loads are one register too many
-LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 4, 32  # of its ring
+LAYERS_STAGED_K = 16_384  # k whose activations are in shared memory together: 32 KB
+LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 6, 32  # of its ring
 
 
 def padded_vocab(vocab_size: int) -> int:
@@ -568,30 +566,27 @@ def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecode
     return AttentionDecodeSpec(precision.kv, heads, warps=4, stages=stages, early_next=True)
 
 
-def decode_layers_specs(
+def decode_layers_spec(
     heads: Heads, hidden_size: int, intermediate_size: int, precision: Precision
-) -> dict[int, DecodeLayersSpec]:
-    """By the most sequences that each serves: all layers of a step in one launch, where that is there.
+) -> DecodeLayersSpec | None:
+    """All layers of one sequence's step in one launch, where that is there.
 
     INT4 weights in units of one length over an INT4 copy, beside main pages of BF16. More than two slots under way
     delay what blocks send one another (8B, one sequence, a layer: two 38.2 us, three 39.7).
     """
     ks = (hidden_size, heads.q_features, intermediate_size)
     if precision.decode != INT4 or precision.copy is None or precision.kv != BF16 or precision.gain_in_x:
-        return {}
+        return None
     groups = {packed_group(k, precision.group_size) for k in ks}
-    shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS  # every block has a share of gate_up
+    # every block has a share of gate_up, and every head a block
+    shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS >= heads.num_key_value_heads
     fits = (
         shared_out and heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum and heads.head_dim in (64, 128)
     )
     if len(groups) > 1 or not fits:
-        return {}
+        return None
     (group,) = groups
-    specs = {}
-    for batch in LAYERS_BATCHES:
-        if batch * heads.num_key_value_heads > _MULTIPROCESSORS:
-            continue
-        window = min(-(-max(ks) // SLOT_K), LAYERS_STAGED_K // (batch * SLOT_K)) * SLOT_K
+    try:
         least = DecodeLayersSpec(
             heads=heads,
             hidden_size=hidden_size,
@@ -599,14 +594,12 @@ def decode_layers_specs(
             group_k=group,
             zero_points=precision.zero_points,
             copy=precision.copy,
-            batch=batch,
             blocks=_MULTIPROCESSORS,
-            slots=2,
+            slots=LAYERS_LEAST_SLOTS,
             in_flight=2,
-            window_k=window,
-            at_once=4 if heads in LAYERS_FOUR_AT_ONCE else 3,
+            window_k=min(-(-max(ks) // SLOT_K) * SLOT_K, LAYERS_STAGED_K),
         )
-        slots = (MAX_SHARED_BYTES - least.shared_bytes) // (least.slot_bytes + 16) + least.slots
-        if slots >= LAYERS_LEAST_SLOTS:
-            specs[batch] = replace(least, slots=min(slots, LAYERS_MOST_SLOTS))
-    return specs
+    except UnsupportedError:  # no room for a ring beside what else is in shared memory
+        return None
+    slots = (MAX_SHARED_BYTES - least.shared_bytes) // (least.slot_bytes + 16) + least.slots
+    return replace(least, slots=min(slots, LAYERS_MOST_SLOTS))

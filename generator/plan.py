@@ -12,7 +12,7 @@ from .heuristics import (
     attention_prefill_spec,
     batch_tiles,
     decode_gemm_spec,
-    decode_layers_specs,
+    decode_layers_spec,
     gemm_specs,
     padded_vocab,
 )
@@ -50,7 +50,7 @@ class Plan:
     step_begin: StepBeginSpec
     step_end: StepEndSpec
     # all layers of a decode step, by the most sequences that each serves; none where there is no such kernel
-    decode_layers: dict[int, DecodeLayersSpec] = field(default_factory=dict)
+    decode_layers: DecodeLayersSpec | None = None  # of one sequence
     # of an FP8 prefill, for the parts of layers that stay in BF16
     prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
     attention_prefill_bf16: AttentionPrefillSpec | None = None
@@ -68,7 +68,7 @@ class Plan:
             self.sample,
             self.step_begin,
             self.step_end,
-            *self.decode_layers.values(),
+            *([] if self.decode_layers is None else [self.decode_layers]),
             *(spec for by_rows in self.prefill_bf16.values() for spec in by_rows.values()),
             *([] if self.attention_prefill_bf16 is None else [self.attention_prefill_bf16]),
         )
@@ -128,10 +128,15 @@ def make_plan(
         sample=SampleSpec(config.vocab_size),
         step_begin=StepBeginSpec(),
         step_end=StepEndSpec(config.vocab_size),
-        decode_layers=decode_layers_specs(heads, config.hidden_size, config.intermediate_size, row),
+        decode_layers=decode_layers_spec(heads, config.hidden_size, config.intermediate_size, row),
         prefill_bf16=prefill(plain, [op for op in shapes if op != "lm_head"]) if mixed else {},
         attention_prefill_bf16=attention_prefill_spec(heads, plain) if mixed else None,
     )
+
+
+def profiling_specs(plan: Plan) -> tuple[KernelSpec, ...]:
+    """Builds of a plan's kernels that say where their time goes; models run without them."""
+    return () if plan.decode_layers is None else (replace(plan.decode_layers, clocked=True),)
 
 
 def kernel_specs(

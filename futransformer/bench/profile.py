@@ -29,9 +29,11 @@ from futransformer.bench.shapes import (
     decode_weight_bytes,
 )
 from futransformer.blocks import DecodePass, LayerWeights
+from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
+from futransformer.ops.decode_layers import DecodeLayers
 from futransformer.ops.interface import LayerPages, Ops, StepRows, Stream, WalkLayers
 from futransformer.sampling import Sampling, pack_seen
 
@@ -53,6 +55,7 @@ STAGES = {
 LAYER = ("qkv", "attention", "o", "gate_up", "down")
 ENDLESS = 2**30  # tokens left: no row ends while a step is repeated
 SAMPLING = Sampling(top_k=50, top_p=0.95, repetition_penalty=1.1)
+CLOCKED_RUNS = 10
 LEAST_FLOOR = 1e-6  # seconds of a launch, by which the length of a stage's graph is chosen
 
 
@@ -76,6 +79,9 @@ class StepProfile:
     apart_seconds: float | None  # with ordinary launches, where launches can overlap at all
     step_bytes: float
     read_tbps: float
+    gap_seconds: float | None = (
+        None  # at most: without a bulk copy under way, mean of multiprocessors; see profile_step
+    )
 
     @property
     def sum_seconds(self) -> float:
@@ -94,6 +100,7 @@ class _StandingOps:
         self.ops = ops
         self.capturable = False  # a step is captured from outside
         self.rows: StepRows | None = None
+        self.bound: tuple[Sequence[LayerWeights], LayerPages] | None = None
         self.calls: dict[str, list[Callable[[], object]]] = {}
         self.noting = True
 
@@ -110,6 +117,7 @@ class _StandingOps:
     def bind_layers(self, layers: Sequence[LayerWeights], cache: LayerPages) -> WalkLayers | None:
         """See Ops.bind_layers."""
         walk = self.ops.bind_layers(layers, cache)
+        self.bound = layers, cache
         return None if walk is None else _StandingLayers(self, walk)
 
     def note(self, name: str, call: Callable[[], Any]) -> Any:
@@ -128,9 +136,9 @@ class _StandingLayers:
     def __init__(self, ops: _StandingOps, walk: WalkLayers) -> None:
         self.ops, self.walk = ops, walk
 
-    def serves(self, rows: int) -> bool:
+    def serves(self, rows: int, most_keys: int) -> bool:
         """See WalkLayers.serves."""
-        return self.walk.serves(rows)
+        return self.walk.serves(rows, most_keys)
 
     def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:
         """See WalkLayers."""
@@ -149,8 +157,13 @@ def profile_step(
     *,
     sampled: bool = False,
     seconds: float = 2.0,
+    clocked: Kernel | None = None,
 ) -> StepProfile:
-    """Time the step that appends token ``context`` + 1 to each of ``batch`` sequences."""
+    """Time the step that appends token ``context`` + 1 to each of ``batch`` sequences.
+
+    ``clocked``, of ``profiling_specs``, tells how long multiprocessors had no bulk copy under way while all layers ran.
+    Of the rest of the step all counts as such a gap but what the head's bytes take at memory's speed.
+    """
     device = ops.device
     model = random_decoder(config, ops, get_precision(precision), batch, context, 1, device)
     standing = _StandingOps(ops)
@@ -192,7 +205,26 @@ def profile_step(
         )
         for name, each in calls.items()
     )
-    return StepProfile(stages, found["step"], found.get("apart"), work.bytes, read_tbps)
+    gap = None
+    if clocked is not None:
+        share = _share_without_copies(config, clocked, standing)
+        head = work.bytes - bytes_read["layers"]
+        gap = share * found["layers"] + found["step"] - found["layers"] - head / (read_tbps * 1e12)
+    return StepProfile(stages, found["step"], found.get("apart"), work.bytes, read_tbps, gap)
+
+
+def _share_without_copies(config: LlamaConfig, clocked: Kernel, standing: _StandingOps) -> float:
+    """Run the layers as the step did; the mean over multiprocessors of the last launch."""
+    assert standing.bound is not None
+    layers, cache = standing.bound
+    walk = DecodeLayers(config, clocked, layers, cache)
+    (call,) = standing.calls["layers"]
+    assert isinstance(call, partial)
+    for _ in range(CLOCKED_RUNS):
+        walk(*call.args)
+    assert walk.clocks is not None
+    total, copying = walk.clocks.double().unbind(-1)
+    return float((1 - copying / total).mean())
 
 
 def _graphed(

@@ -1,6 +1,7 @@
 """Profiles of decode steps as rows of a results file, and their table in docs/decode.md.
 
-A row is a stage, or one of three ways to take the whole step: its stages added up, as it runs, with launches apart.
+A row is a stage, or one of three ways to take the whole step: its stages added up, as it runs, with launches apart. Or
+what of the step multiprocessors had no bulk copy under way, in the mean.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from futransformer.bench.profile import STAGES, StepProfile
 SUBJECT = "profile"
 HEADER = ["stage", "launches", "MB", "us each", "us", "% of memory", "% of the step"]
 SUM, STEP, APART = "each by itself, added up", "the step as it runs", "the step, launches apart"
+GAPS = "of it at most without a bulk copy under way"
 FROM_L2 = "* All layers' bytes fit L2, so this stage by itself does not show what memory does."
 
 
@@ -23,6 +25,8 @@ def rows_of(profile: StepProfile, config: str, batch: int, context: int) -> list
         whole[APART] = profile.apart_seconds
     measured = [(each.name, each.launches, each.bytes, each.seconds, each.from_l2) for each in profile.stages]
     measured += [(name, 0, profile.step_bytes, seconds, False) for name, seconds in whole.items()]
+    if profile.gap_seconds is not None:
+        measured.append((GAPS, 0, 0.0, profile.gap_seconds, False))
     return [
         {
             "case": f"profile/{config}/B={batch}/ctx={context}/{name}",
@@ -64,7 +68,7 @@ def _table(content: dict[str, Any]) -> list[str]:
         steps.setdefault(row["case"].rpartition("/")[0], []).append(row)
     header = ["step", *HEADER]
     lines = [line(header), line(["---", "---", *["---:"] * (len(header) - 2)])]
-    order = [*STAGES.values(), SUM, STEP, APART]
+    order = [*STAGES.values(), SUM, STEP, APART, GAPS]
     for step in sorted(steps, key=lambda step: [int(part.split("=")[1]) for part in step.split("/")[-2:]]):
         rows = sorted(steps[step], key=lambda row: order.index(name_of(row)))
         lines += [line(["" if index else step.split("/", 1)[1], *cells(row)]) for index, row in enumerate(rows)]

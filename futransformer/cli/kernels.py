@@ -20,7 +20,8 @@ from futransformer.build.wheel import write_wheel
 from futransformer.cli.table import megabytes
 from futransformer.cli.table import table as text_table
 from futransformer.generator.config import CONFIGS, LlamaConfig, load_config
-from futransformer.generator.plan import kernel_specs
+from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.plan import kernel_specs, make_plan, profiling_specs
 from futransformer.generator.precision import BF16, PRECISION_NAMES
 from futransformer.generator.render import render
 from futransformer.generator.schedules import ScheduleTable
@@ -59,6 +60,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     build.add_argument(
         "--jobs", type=int, metavar="N", help="compilers at once (default: as cores and free memory allow)"
     )
+    build.add_argument("--profiling", action="store_true", help="also what `futransformer profile --gaps` runs")
     build.add_argument("--json", action="store_true", help="print JSON instead of a table")
     build.set_defaults(handler=_build)
 
@@ -108,6 +110,11 @@ def _generate(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     settings = BuildSettings.from_environment(jobs=args.jobs)
     config, table, specs = _plan(args, settings)
+    if args.profiling:
+        profiling = profiling_specs(make_plan(config, args.precision, table))
+        if not profiling:
+            raise UnsupportedError(f"--profiling: no kernel of {config.name} in {args.precision} has a build for it")
+        specs += profiling
     events: list[BuildEvent] = []
 
     def progress(event: BuildEvent) -> None:

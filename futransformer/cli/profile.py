@@ -6,16 +6,20 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from futransformer.cli.table import table
-from futransformer.generator.config import load_config
-from futransformer.generator.errors import InputError
+from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.errors import InputError, UnsupportedError
+from futransformer.generator.plan import profiling_specs
 from futransformer.generator.precision import PRECISION_NAMES, get_precision
 
 if TYPE_CHECKING:
     from futransformer.bench.profile import StepProfile
+    from futransformer.driver import Kernel
+    from futransformer.library import KernelLibrary
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -32,6 +36,11 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of each (default: 1024)")
     parser.add_argument("--sample", action="store_true", help="choose tokens by sampling, not greedily")
+    parser.add_argument(
+        "--gaps",
+        action="store_true",
+        help="also how long no bulk copy is under way, by clocks in a build for profiling of the launch for all layers",
+    )
     parser.add_argument("--kernels", type=Path, metavar="DIR", help="kernels that `futransformer build -o` exported")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, a PNG")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -56,11 +65,13 @@ def _profile(args: argparse.Namespace) -> int:
     from futransformer.library import load_kernels  # noqa: PLC0415
 
     ops = load_kernels(config, precision, folder=args.kernels)
+    clocked = _clocked(config, ops, args) if args.gaps else None
     print(f"{config.name} on: {ops.describe()}", file=sys.stderr)
     harness = Harness(CudaClock())
     ceilings = measure_ceilings(harness, ops.device)
     step = args.batch, args.context
-    found = profile_step(config, ops, precision.name, *step, harness, ceilings.read_tbps, sampled=args.sample)
+    measure = partial(profile_step, sampled=args.sample, clocked=clocked)
+    found = measure(config, ops, precision.name, *step, harness, ceilings.read_tbps)
     if args.output is not None:
         from futransformer.bench import profile_table, results  # noqa: PLC0415
 
@@ -74,6 +85,21 @@ def _profile(args: argparse.Namespace) -> int:
         draw(found, f"{config.name}, {precision.name}, batch {args.batch}, context {args.context}", args.plot)
     print(json.dumps(as_json(found), indent=2) if args.json else as_text(found))
     return 0
+
+
+def _clocked(config: LlamaConfig, ops: KernelLibrary, args: argparse.Namespace) -> Kernel:
+    """The build for profiling of the launch that the step has."""
+    from futransformer.build.load import load_or_build  # noqa: PLC0415 - see futransformer.cli
+    from futransformer.driver import Kernel  # noqa: PLC0415
+
+    (spec,) = profiling_specs(ops.plan) or (None,)
+    if spec is None or args.batch > 1:
+        raise UnsupportedError(
+            f"--gaps: {config.name} in {ops.precision.name} decodes {args.batch} sequences by single kernels, of which "
+            "there is no build for profiling; it is for one sequence of INT4 weights over an INT4 copy (int4-kv4)"
+        )
+    record, cubin = load_or_build((spec,), folder=args.kernels)[spec.name]
+    return Kernel(spec, record, cubin, ops.device)
 
 
 def as_json(profile: StepProfile) -> dict[str, Any]:

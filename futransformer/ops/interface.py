@@ -87,8 +87,8 @@ class LayerPages(Protocol):
 class WalkLayers(Protocol):
     """All layers of a decode step in one operation."""
 
-    def serves(self, rows: int) -> bool:
-        """Whether it takes so many sequences."""
+    def serves(self, rows: int, most_keys: int) -> bool:
+        """Whether it takes so many sequences, of at most so many tokens each, and is the faster way."""
         ...
 
     def __call__(self, stream: Stream, rows: DecodePass, rope_table: Tensor) -> Stream:

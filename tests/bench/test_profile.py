@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,11 +22,15 @@ from futransformer.bench.shapes import decode_step_work
 from futransformer.blocks import DecodePass
 from futransformer.cli import main
 from futransformer.cli.profile import as_json, as_text
+from futransformer.driver import Kernel
 from futransformer.generator.config import load_config
+from futransformer.generator.plan import make_plan
+from futransformer.generator.precision import get_precision
 from futransformer.ops.interface import LayerPages, Ops, Stream
 from tests.bench.conftest import CEILINGS, ReferenceKernels
 
 TINY = replace(load_config("smollm2-135m"), num_hidden_layers=2, vocab_size=320)
+DECODE_LAYERS = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers
 LAYER = ["qkv", "attention", "o", "gate_up", "down"]
 
 Output = pytest.CaptureFixture[str]
@@ -183,11 +188,48 @@ def test_a_profile_of_the_small_model(request: pytest.FixtureRequest) -> None:
         assert all(0 < stage.seconds < found.apart_seconds for stage in found.stages)
 
 
+def test_gaps_are_of_the_launch_and_of_what_is_not_the_head() -> None:
+    """A launch with copies under way for 3/4 and 1/2 of its blocks' clocks; a step of three parts."""
+
+    class Clocked:
+        clocks = torch.tensor([[400, 300], [200, 100]])
+
+        def __init__(self, *bound: object) -> None:
+            assert bound == (TINY, "kernel", ["layers"], "cache")
+            self.runs = 0
+
+        def __call__(self, *args: object) -> None:
+            assert args == (1, 2, 3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "DecodeLayers", Clocked)
+        standing = SimpleNamespace(bound=(["layers"], "cache"), calls={"layers": [partial(print, 1, 2, 3)]})
+        share = profile._share_without_copies(TINY, cast(Kernel, "kernel"), cast(Any, standing))
+    assert share == (1 / 4 + 1 / 2) / 2
+    stages = (profile.Stage("layers", 1, 6e6, 3e-6, from_l2=False),)
+    text = as_text(StepProfile(stages, 5e-6, 8e-6, 6e6, 4.0, gap_seconds=1.25e-6))
+    assert text.splitlines()[5].split()[-2:] == ["1.2", "25.0"]
+    assert "without a bulk copy" in text.splitlines()[5]
+
+
+def test_gaps_are_asked_for_where_a_build_can_tell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
+) -> None:
+    for precision, batch, plan in (("bf16", "1", None), ("int4-kv4", "2", DECODE_LAYERS)):
+        ops = SimpleNamespace(
+            plan=SimpleNamespace(decode_layers=plan), precision=get_precision(precision), describe=str
+        )
+        monkeypatch.setattr(library, "load_kernels", lambda *_, ops=ops, **__: ops)
+        command = ["profile", str(write_config(tmp_path)), "--precision", precision, "--batch", batch]
+        assert main([*command, "--context", "70", "--gaps"]) == 2
+        assert f"decodes {batch} sequences by single kernels" in capsys.readouterr().err
+
+
 def test_layers_in_one_launch_are_a_stage() -> None:
     """Of a backend that has them: noted once, served as it serves."""
 
     class Walk:
-        def serves(self, rows: int) -> bool:
+        def serves(self, rows: int, most_keys: int) -> bool:
             return rows == 1
 
         def __call__(self, stream: object, rows: object, rope_table: object) -> object:
@@ -196,7 +238,7 @@ def test_layers_in_one_launch_are_a_stage() -> None:
     standing = profile._StandingOps(cast(Ops, SimpleNamespace(bind_layers=lambda *_: Walk())))
     walk = standing.bind_layers([], cast(LayerPages, None))
     assert walk is not None
-    assert (walk.serves(1), walk.serves(2)) == (True, False)
+    assert (walk.serves(1, 64), walk.serves(2, 64)) == (True, False)
     stream = cast(Stream, object())
     assert walk(stream, cast(DecodePass, None), torch.empty(0)) is stream
     assert [len(calls) for calls in standing.calls.values()] == [1]

@@ -203,7 +203,7 @@ def stand_in_library(
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
     # of addresses nobody can tell what lies there: layers are walked one by one
-    plan = replace(make_plan(config, precision, mixed=mixed), decode_layers={})
+    plan = replace(make_plan(config, precision, mixed=mixed), decode_layers=None)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)
     built.capturable = False  # there are no graphs without a GPU

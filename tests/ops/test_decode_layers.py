@@ -15,17 +15,20 @@ from futransformer.bench.llama import Cache, Paging, copy_of
 from futransformer.blocks import DecodePass, llama_block
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.heuristics import decode_layers_spec
 from futransformer.generator.int4 import ROW_TILE
-from futransformer.generator.plan import make_plan
+from futransformer.generator.plan import make_plan, profiling_specs
 from futransformer.generator.precision import get_precision
+from futransformer.generator.render import render
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.library import KernelLibrary
-from futransformer.ops.decode_layers import DecodeLayers
+from futransformer.ops.decode_layers import PAGES_AT_ONCE, DecodeLayers
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 from tests.ops.test_two_layers import STEPS, RandomModel, check_logits
 
-# head_dim 64 and 128, units of 32 with zero points and of 128 without, more blocks than row tiles and fewer
+# head_dim 64 and 128, units of 32 with zero points and of 128 without, more blocks than row tiles and fewer, parts of
+# slots and whole ones
 MODELS = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-int4-kv4")
 LENGTHS = (1, 63, 64, 65, 300)
 CONTEXTS = (1, 64, 129, 1000)
@@ -77,7 +80,7 @@ class Layers:
     def bound(self) -> DecodeLayers:
         bound = self.ops.bind_layers(self.weights.layers, self.pages)
         assert bound is not None
-        assert bound.serves(len(self.tokens))
+        assert bound.serves(len(self.tokens), 1)
         return bound
 
     def walk(self, ops: Ops, rows: DecodePass | None = None) -> Stream:
@@ -182,33 +185,57 @@ def test_graphed_steps_have_the_bits_of_eager_ones(gpu_ops: GpuOps, model: str) 
 
 @pytest.mark.parametrize("precision", ["bf16-kv4", "int4", "int4-kv8-kv4", "int4-gain-kv4", "int4-kv4-min"])
 def test_who_has_no_such_kernel(precision: str) -> None:
-    assert make_plan(load_config("llama-3.1-8b"), precision).decode_layers == {}
+    assert make_plan(load_config("llama-3.1-8b"), precision).decode_layers is None
 
 
 def test_who_has_one() -> None:
     plans = {name: make_plan(config, "int4-kv4") for name, config in CONFIGS.items() if "405b" not in name}
     assert {name for name, plan in plans.items() if plan.decode_layers} >= {"llama-3.1-8b", "llama-2-7b", "llama-3-70b"}
     for plan in plans.values():
-        for spec in plan.decode_layers.values():
+        if (spec := plan.decode_layers) is not None:
             tiles = {op.op: op.n // ROW_TILE for op in spec.projections}
             assert tiles["gate_up"] >= spec.blocks, "a block without a share of h could be a layer ahead"
-            assert spec.heads.num_key_value_heads * spec.batch <= spec.blocks
+            assert spec.heads.num_key_value_heads <= spec.blocks
+
+
+def test_long_sequences_are_for_single_kernels() -> None:
+    layers = DecodeLayers.__new__(DecodeLayers)
+    assert [layers.serves(rows, keys) for rows, keys in ((1, 1), (1, 32_768), (1, 32_769), (2, 1), (0, 1))] == [
+        *(True, True),
+        *(False, False, False),
+    ]
+
+
+def test_a_build_for_profiling_is_another_kernel() -> None:
+    plan = make_plan(load_config("llama-3.1-8b"), "int4-kv4")
+    (clocked,) = profiling_specs(plan)
+    assert plan.decode_layers is not None
+    assert clocked.name == f"{plan.decode_layers.name}_clocked"
+    assert [param.name for param in clocked.params] == [*(param.name for param in plan.decode_layers.params), "clocks"]
+    assert "DecodeLayersTraits" in render(clocked)
+    assert "clocks" not in render(plan.decode_layers).replace("_clocked", "")
+    assert clocked not in plan.specs()
+    assert profiling_specs(make_plan(load_config("llama-3.1-8b"), "int4")) == ()
 
 
 def test_shapes_and_rings_that_are_refused() -> None:
-    spec = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers[1]
+    spec = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers
+    assert spec is not None
     with pytest.raises(UnsupportedError, match="a row tile for each of 132 blocks"):
         replace(spec, intermediate_size=512)
-    with pytest.raises(UnsupportedError, match="a pass ahead"):
-        replace(spec, slots=5, in_flight=4)
+    with pytest.raises(UnsupportedError, match="in_flight must be 1 to 7"):
+        replace(spec, slots=11, in_flight=8)
     small = replace(load_config("llama-3.1-8b"), intermediate_size=512)
-    assert make_plan(small, "int4-kv4").decode_layers == {}
+    assert make_plan(small, "int4-kv4").decode_layers is None
+    no_room = decode_layers_spec(spec.heads, spec.hidden_size, 16 * spec.intermediate_size, get_precision("int4-kv4"))
+    assert no_room is None
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
 def test_every_page_has_a_block_and_every_block_one_share(kv_heads: int) -> None:
     spec = SimpleNamespace(blocks=132, heads=SimpleNamespace(num_key_value_heads=kv_heads))
     for pages in (1, 2, 15, 16, 17, 64, 2048):
-        splits, of_each = DecodeLayers.splits(cast(DecodeLayers, SimpleNamespace(spec=spec)), 1, pages)
+        splits, of_each = DecodeLayers.splits(cast(DecodeLayers, SimpleNamespace(spec=spec)), pages)
         assert splits * of_each >= pages > (splits - 1) * of_each
         assert splits * kv_heads <= spec.blocks
+        assert of_each % PAGES_AT_ONCE == 0

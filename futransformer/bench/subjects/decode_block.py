@@ -170,7 +170,9 @@ class DecodeInputs:
         key = (id(ops), packed[0].qkv["decode"].data_ptr(), len(packed))
         if key not in self._bound:
             bound = ops.bind_layers(packed, self)
-            self._bound[key] = bound if bound is not None and bound.serves(len(self.x)) else None
+            self._bound[key] = (
+                bound if bound is not None and bound.serves(len(self.x), self.rows.max_seqlen_k) else None
+            )
         return self._bound[key]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -282,11 +282,11 @@ struct SwiGlu : Operation {
   CUTLASS_DEVICE void apply(Nothing, Nothing, int, int, float const (&values)[16], float (&halved)[8]) const {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      // The tanh form would save an instruction, but cancels for negative gates: tanh.approx is good to 2^-11 only.
-      float const gate = values[2 * i];
-      halved[i] = __fdividef(gate, 1.f + __expf(-gate)) * values[2 * i + 1];
+      halved[i] = of(values[2 * i], values[2 * i + 1]);
     }
   }
+  // The tanh form would save an instruction, but cancels for negative gates: tanh.approx is good to 2^-11 only.
+  CUTLASS_DEVICE static float of(float gate, float up) { return __fdividef(gate, 1.f + __expf(-gate)) * up; }
 };
 
 template <int Columns>

@@ -1,8 +1,8 @@
-// Activations as integers (split_activations.cuh), made once for all warps of a block, for up to four sequences.
+// Activations of one sequence as integers (split_activations.cuh), in shared memory. A warp makes what it multiplies with itself:
+// no other warp waits for it.
 //
-// Of every 128 k and sequence shared memory has two columns of B, the high bytes and the low ones: 64 bytes of k 0 .. 63,
-// sixteen for each lane t of four, and further on those of k 64 .. 127. Of every unit of K and sequence there is what an
-// integer is worth, and the sum of the integers.
+// Of every 128 k there are two columns of B, the high bytes and the low ones: 64 bytes of k 0 .. 63, sixteen for each lane t of
+// four, and further on those of k 64 .. 127. Of every unit of K there is what an integer is worth, and the sum of the integers.
 #pragma once
 
 #include "fragment.cuh"
@@ -12,70 +12,58 @@
 
 namespace futransformer {
 
-constexpr int kPartK = 128;  // k that a lane reads in two loads
+constexpr int kPartK = 128;    // k that a lane reads in two loads
+constexpr int kPieceK = 256;  // that a warp makes at a time, eight a lane
 
-// Room for `K` k of `Batch` sequences, in units of UnitK. A lane has AtOnce items of eight k on their way at the same time.
-template <int Batch, int K, int UnitK, int AtOnce>
+// Room for `K` k in units of UnitK. Whole: there is no part of a piece.
+template <int K, int UnitK, bool Whole>
 struct StagedActivations {
-  static_assert(Batch <= kSplitBatch, "both bytes of a sequence stand in one MMA");
   static constexpr int kParts = (K + kPartK - 1) / kPartK;
 
   struct Unit {
     float scale;
     int32_t sum;
   };
-  uint4 words[kParts][2][2 * Batch][4];
-  Unit units[(K + UnitK - 1) / UnitK][Batch];
+  uint4 words[kParts][2][2][4];
+  Unit units[(K + UnitK - 1) / UnitK];
 
-  // All of `Threads` threads: `width` k of rows 0 .. m - 1 from element `first` on, whose rows have `stride` elements: as other
-  // blocks send them, with `tag`, or `plain` ones if there are any.
-  template <int Threads>
-  CUTLASS_DEVICE void stage(TaggedVector const* sent, uint32_t tag, bf16 const* plain, int m, int stride, int first, int width) {
-    int const thread = thread_now(), items = m * width / 8;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int of_warp = thread / kLanes * kLanes; of_warp < items; of_warp += AtOnce * Threads) {
-      uint4 eights[AtOnce];
-      if (plain != nullptr) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < AtOnce; ++i) {
-          int const item = of_warp + i * Threads + thread % kLanes;
-          eights[i] = {0, 0, 0, 0};
-          if (item < items) eights[i] = __ldcg(reinterpret_cast<uint4 const*>(plain + element(item, stride, first, width)));
-        }
-      } else {
-        TaggedVector found[2 * AtOnce];
-        receive(tag, found, [&](int i) {
-          int const item = of_warp + i / 2 * Threads + thread % kLanes;
-          return item < items ? sent + element(item, stride, first, width) / 4 + i % 2 : nullptr;
-        });
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < AtOnce; ++i) {
-          TaggedVector const *const low = &found[2 * i], *const high = low + 1;
-          eights[i] = make_uint4(uint32_t(low->words[0]), uint32_t(low->words[1]), uint32_t(high->words[0]), uint32_t(high->words[1]));
-        }
-      }
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < AtOnce; ++i) {
-        int const item = of_warp + i * Threads + thread % kLanes, row = Batch == 1 ? 0 : item * 8 / width;
-        if (of_warp + i * Threads >= items) break;
-        put(row, item * 8 - row * width, eights[0], item < items);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j + 1 < AtOnce; ++j) eights[j] = eights[j + 1];
-      }
+  // A warp: ask for the piece at `k` of the `width` k that other blocks send from `sent` on.
+  CUTLASS_DEVICE static void ask(TaggedVector const* sent, int k, int width, TaggedVector (&found)[2]) {
+    futransformer::ask(found, [&](int i) { return place(sent, k, width, i); });
+  }
+
+  // A warp: make integers of the piece, which has been asked for and is sent with `tag`, or of `plain` k if there are any. Their
+  // squares are added to the lane's.
+  CUTLASS_DEVICE void stage(TaggedVector const* sent, uint32_t tag, bf16 const* plain, int k, int width,
+                            TaggedVector (&found)[2], float& squares) {
+    bool const exists = of_lane(k, width) >= 0;
+    uint4 eight = {0, 0, 0, 0};
+    if (plain != nullptr) {
+      if (exists) eight = __ldcg(reinterpret_cast<uint4 const*>(plain + of_lane(k, width)));
+    } else {
+      await(tag, found, [&](int i) { return place(sent, k, width, i); });
+      eight = make_uint4(uint32_t(found[0].words[0]), uint32_t(found[0].words[1]), uint32_t(found[1].words[0]),
+                         uint32_t(found[1].words[1]));
     }
+    put(k, eight, exists, squares);
   }
 
  private:
-  CUTLASS_DEVICE static size_t element(int item, int stride, int first, int width) {
-    int const row = Batch == 1 ? 0 : item * 8 / width;
-    return size_t(row) * stride + first + item * 8 - row * width;
+  // The first of the lane's eight k, or -1: there are none.
+  CUTLASS_DEVICE static int of_lane(int k, int width) {
+    int const own = k + thread_now() % kLanes * 8;
+    return Whole || own < width ? own : -1;
+  }
+  CUTLASS_DEVICE static TaggedVector const* place(TaggedVector const* sent, int k, int width, int i) {
+    int const own = of_lane(k, width);
+    return own < 0 ? nullptr : sent + own / 4 + i;
   }
 
-  // Eight k of a row, by as many consecutive lanes as a unit takes; all lanes of the warp.
-  CUTLASS_DEVICE void put(int row, int k, uint4 const& eight, bool exists) {
+  // A piece, of which the lane has eight k, as many consecutive lanes a unit. What does not exist is zero.
+  CUTLASS_DEVICE void put(unsigned piece, uint4 const& eight, bool exists, float& squares) {
     constexpr int kLanesOfUnit = UnitK / 8;
-    uint32_t const zero = exists ? 0xffffffffu : 0;
-    uint32_t const pairs[4] = {eight.x & zero, eight.y & zero, eight.z & zero, eight.w & zero};
+    unsigned const lane = thread_now() % kLanes;
+    uint32_t const pairs[4] = {eight.x, eight.y, eight.z, eight.w};
     uint32_t most = pairs[0];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 1; i < 4; ++i) most = larger_magnitude_bf16x2(most, pairs[i]);
@@ -90,7 +78,9 @@ struct StagedActivations {
     uint32_t integer[8];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      integer[i] = __float_as_uint(__fmaf_rn(i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]), unit, kInteger + 128));
+      float const value = i % 2 ? bf16_high(pairs[i / 2]) : bf16_low(pairs[i / 2]);
+      integer[i] = __float_as_uint(__fmaf_rn(value, unit, kInteger + 128));
+      squares = __fmaf_rn(value, value, squares);
     }
     uint32_t high[2], low[2];
     int32_t highs = 0, sum = 0;
@@ -104,15 +94,17 @@ struct StagedActivations {
     sum += highs * 256;
     CUTLASS_PRAGMA_UNROLL
     for (int distance = 1; distance < kLanesOfUnit; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (!exists) return;
-    int const group = k / kGroupK % 4, t = k / 8 % 4;
-    uint4(&part)[2 * Batch][4] = words[k / kPartK][group / 2];
+    if (!Whole && !exists) return;
+    // Lane 4 i + t has group i of 32 k.
+    uint4(&part)[2][4] = words[piece / kPartK + lane / 16][lane / 8 % 2];
     CUTLASS_PRAGMA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      reinterpret_cast<uint32_t*>(&part[2 * row][t])[2 * half + group % 2] = high[half];
-      reinterpret_cast<uint32_t*>(&part[2 * row + 1][t])[2 * half + group % 2] = low[half];
+      reinterpret_cast<uint32_t*>(&part[0][lane % 4])[2 * half + lane / 4 % 2] = high[half];
+      reinterpret_cast<uint32_t*>(&part[1][lane % 4])[2 * half + lane / 4 % 2] = low[half];
     }
-    if (k % UnitK == 0) units[k / UnitK][row] = {__fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f), sum};
+    if (lane % kLanesOfUnit == 0) {
+      units[piece / UnitK + lane / kLanesOfUnit] = {__fmaf_rn(largest, 0.f, __uint_as_float(power) * 0x1p-13f), sum};
+    }
   }
 
   // A byte each of k 2 half, 2 half + 4, 2 half + 1 and 2 half + 5 of a lane's eight.

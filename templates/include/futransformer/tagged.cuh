@@ -10,6 +10,7 @@
 
 #include <cutlass/cutlass.h>
 
+#include "barrier.cuh"
 #include "numeric.cuh"
 
 namespace futransformer {
@@ -49,20 +50,27 @@ CUTLASS_DEVICE TaggedWord look(TaggedWord const* place) {
   return found;
 }
 
-// All lanes of a warp: `Count` places each, `place(i)` or null; `found[i]` is there in the end.
+// All lanes of a warp: `Count` places each, `place(i)` or null. Ask for all of them once.
+template <class Word, int Count, class Place>
+CUTLASS_DEVICE void ask(Word (&found)[Count], Place const& place) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < Count; ++i) {
+    Word const* const at = place(i);
+    found[i] = at != nullptr ? look(at) : Word{};
+  }
+}
+
+// Wait for what has been asked for: in the end `found[i]` is there.
 //
 // While something is missing one lane asks for it alone: all together, and all blocks, would ask for terabytes a second.
 //
 // With FUTRANSFORMER_BOUNDED_WAITS (barrier.cuh) it gives up after a while.
 template <class Word, int Count, class Place>
-CUTLASS_DEVICE void receive(uint32_t tag, Word (&found)[Count], Place const& place) {
+CUTLASS_DEVICE void await(uint32_t tag, Word (&found)[Count], Place const& place) {
 #ifdef FUTRANSFORMER_BOUNDED_WAITS
-  int attempts = 1 << 14;
+  Patience const patience;
+  bool gives_up = false;
 #endif
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = 0; i < Count; ++i) {
-    if (Word const* const at = place(i)) found[i] = look(at);
-  }
   while (true) {
     Word const* missing = nullptr;
     CUTLASS_PRAGMA_UNROLL
@@ -75,13 +83,14 @@ CUTLASS_DEVICE void receive(uint32_t tag, Word (&found)[Count], Place const& pla
     if (int(thread_now() % 32) == __ffs(lanes) - 1) {
       while (!has_tag(look(missing), tag)) {
 #ifdef FUTRANSFORMER_BOUNDED_WAITS
-        if (--attempts < 0) break;
+        gives_up = !patience.left();
+        if (gives_up) break;
 #endif
       }
     }
     __syncwarp();
 #ifdef FUTRANSFORMER_BOUNDED_WAITS
-    if (__any_sync(0xffffffffu, attempts < 0)) return;
+    if (__any_sync(0xffffffffu, gives_up)) return;
 #endif
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Count; ++i) {
@@ -89,6 +98,13 @@ CUTLASS_DEVICE void receive(uint32_t tag, Word (&found)[Count], Place const& pla
       if (at != nullptr && !has_tag(found[i], tag)) found[i] = look(at);
     }
   }
+}
+
+// Both.
+template <class Word, int Count, class Place>
+CUTLASS_DEVICE void receive(uint32_t tag, Word (&found)[Count], Place const& place) {
+  ask(found, place);
+  await(tag, found, place);
 }
 
 }  // namespace futransformer
