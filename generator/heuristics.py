@@ -73,7 +73,10 @@ BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and 
 INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
-LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
+# Of the launch for all layers the shapes that an H200 has checked (docs/notebook/decode_layers.md, "What is served").
+LAYERS_GROUPS, LAYERS_HEAD_DIM = (4, 8), 128  # query heads a key/value head, and their features
+LAYERS_UNIT_K = 128  # of symmetric weights
+LAYERS_SETS = 4  # of warps, which have as many slots each of what RMSNorm reads
 LAYERS_STAGED_K = 16_384  # k whose activations are in shared memory together: 32 KB
 LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 6, 32  # of its ring
 
@@ -580,18 +583,17 @@ def decode_layers_spec(
     groups = {packed_group(k, precision.group_size) for k in ks}
     # every block has a share of gate_up, and every head a block
     shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS >= heads.num_key_value_heads
-    fits = (
-        shared_out and heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum and heads.head_dim in (64, 128)
-    )
-    if len(groups) > 1 or not fits:
+    fits = shared_out and heads.group in LAYERS_GROUPS and heads.head_dim == LAYERS_HEAD_DIM
+    whole = all(k % SLOT_K == 0 for k in ks) and hidden_size % (LAYERS_SETS * SLOT_K) == 0
+    checked = fits and whole and groups == {LAYERS_UNIT_K} and not precision.zero_points
+    if not checked or precision.copy.minimum:
         return None
-    (group,) = groups
     try:
         least = DecodeLayersSpec(
             heads=heads,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            group_k=group,
+            group_k=LAYERS_UNIT_K,
             zero_points=precision.zero_points,
             copy=precision.copy,
             blocks=_MULTIPROCESSORS,

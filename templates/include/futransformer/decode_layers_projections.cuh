@@ -50,6 +50,13 @@ class DecodeLayersProjections {
       auto const ask = [&] {
         if (staged < slots) Staged::ask(sent, staged * kSlotK + part * kWarpK, width, found);
       };
+      auto const make = [&] {
+        bf16 const* const plain = projection == 0 && l == 0 ? args.x + window : nullptr;
+        shared.x.stage(sent, tag, plain, staged * kSlotK + part * kWarpK, width, found, squares);
+        staged += every;
+        ask();  // for the next, while this one is multiplied
+        __syncwarp();
+      };
       ask();
       CUTLASS_PRAGMA_NO_UNROLL
       for (int tile = share.first; tile < share.last; tile += kPairTiles) {
@@ -58,13 +65,7 @@ class DecodeLayersProjections {
         Cursor own = cursor.ahead(i);
         CUTLASS_PRAGMA_NO_UNROLL
         for (; i < slots; i += kSets, own = own.ahead(kSets)) {
-          while (staged <= i) {
-            bf16 const* const plain = projection == 0 && l == 0 ? args.x + window : nullptr;
-            shared.x.stage(sent, tag, plain, staged * kSlotK + part * kWarpK, width, found, squares);
-            staged += every;
-            ask();  // for the next, while this one is multiplied
-            __syncwarp();
-          }
+          while (staged <= i) make();
           wait(shared.full[own.slot], own.parity);
           int const at = i * kSlotK + part * kWarpK;
           if (T::kWhole || at < width) {
@@ -87,6 +88,10 @@ class DecodeLayersProjections {
             sum = window == 0 ? sums[pair][i] : sum + sums[pair][i];
           }
         }
+      }
+      // Squares are told of all of x: once, or by every set.
+      if constexpr (!T::kEvenSlots) {
+        while (every == 1 && staged < slots) make();
       }
     }
     squares = sum_over_lanes<kLanes>(squares);

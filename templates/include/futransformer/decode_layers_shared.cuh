@@ -121,6 +121,8 @@ struct DecodeLayersTraits {
   static constexpr int kProjections = 4;
   // No part of a slot.
   static constexpr bool kWhole = Qkv::kK % kSlotK == 0 && O::kK % kSlotK == 0 && Down::kK % kSlotK == 0;
+  // Of what RMSNorm reads all sets have as many slots.
+  static constexpr bool kEvenSlots = Qkv::kK % (kSets * kSlotK) == 0;
   using Staged = StagedActivations<kWindow, Weight::kUnitK, kWhole>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");
   static_assert(kPageWarps == kSetWarps, "a set attends to a page");
