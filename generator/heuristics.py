@@ -68,9 +68,11 @@ FEW_STAGES = 4
 FEW_STAGE_K = 128  # at least
 BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and ends: about 2 us
 # Stages of INT4 weights under way, by sequences, where lanes load x and all blocks run at once: more only delay the x
-# that the kernel before waits for (8B, a layer at 1, 8 and 16 sequences: unbounded 35.0, 43.5 and 50.2 us, two stages
-# 34.7, 43.1 and 49.4, one 35.1, 40.4 and 47.4; o alone at 32: 7.9, two 7.4)
+# that the kernel before waits for (8B, a layer's four projections at 1, 8 and 16 sequences: unbounded 35.0, 43.5 and
+# 50.2 us, two stages 34.7, 43.1 and 49.4, one 35.1, 40.4 and 47.4; o alone at 32: 7.9, two 7.4). One was measured
+# where a slice has at most eight stages; 70B's have more.
 INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
+ONE_IN_FLIGHT_STAGES = 8
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 # Of the launch for all layers the shapes that an H200 has checked (docs/notebook/decode_layers.md, "What is served").
@@ -490,7 +492,8 @@ def _int4(
     if shape is None and _suits_wgmma(chosen):
         chosen = replace(chosen, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
-    in_flight = 0 if waves or chosen.x_in_ring else INT4_IN_FLIGHT[batch_tile]
+    short = k <= ONE_IN_FLIGHT_STAGES * split_k * chosen.stage_k
+    in_flight = 0 if waves or chosen.x_in_ring else max(INT4_IN_FLIGHT[batch_tile], 1 if short else 2)
     return replace(
         chosen,
         next_at="lead" if waves else "start",

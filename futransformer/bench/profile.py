@@ -31,6 +31,7 @@ from futransformer.bench.shapes import (
 from futransformer.blocks import DecodePass, LayerWeights
 from futransformer.driver import Kernel
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
 from futransformer.ops.decode_layers import DecodeLayers
@@ -179,6 +180,10 @@ def profile_step(
 
     run()
     standing.noting = False
+    if clocked is not None and "layers" not in standing.calls:
+        raise UnsupportedError(
+            f"a step of {batch} x {context} tokens is one of single kernels here, which have no build that counts gaps"
+        )
     calls = {name: standing.calls[name] for name in STAGES if name in standing.calls}
     bytes_read = {name: _stage_bytes(config, name, batch, context, precision) for name in calls}
     contenders = {}

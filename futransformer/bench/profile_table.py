@@ -6,8 +6,11 @@ what of the step multiprocessors had no bulk copy under way, in the mean.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from futransformer.bench import results
 from futransformer.bench.check_tables import CheckTable, line
 from futransformer.bench.profile import STAGES, StepProfile
 
@@ -39,6 +42,17 @@ def rows_of(profile: StepProfile, config: str, batch: int, context: int) -> list
         }
         for name, launches, bytes_read, seconds, from_l2 in measured
     ]
+
+
+def replace_step(folder: Path, content: dict[str, Any]) -> Path:
+    """Add a step to the results of its precision, in the place of all that was told of it before."""
+    steps = {row["case"].rpartition("/")[0] for row in content["rows"]}
+    path = folder / f"{results.stem(content)}.json"
+    if path.is_file():
+        told = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in told["rows"] if row["case"].rpartition("/")[0] not in steps]
+        results.write(folder, told | {"rows": rows})
+    return results.merge(folder, content)
 
 
 def name_of(row: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ def _profile(args: argparse.Namespace) -> int:
         rows = profile_table.rows_of(found, config.name, *step)
         where = results.environment(args.commit)
         content = results.document(profile_table.SUBJECT, where, rows, precision=precision.name, ceilings=ceilings)
-        print(results.merge(args.output, content), file=sys.stderr)
+        print(profile_table.replace_step(args.output, content), file=sys.stderr)
     if args.plot is not None:
         from futransformer.bench.profile_picture import draw  # noqa: PLC0415
 
@@ -95,8 +95,8 @@ def _clocked(config: LlamaConfig, ops: KernelLibrary, args: argparse.Namespace) 
     (spec,) = profiling_specs(ops.plan) or (None,)
     if spec is None or args.batch > 1:
         raise UnsupportedError(
-            f"--gaps: {config.name} in {ops.precision.name} decodes {args.batch} sequences by single kernels, of which "
-            "there is no build for profiling; it is for one sequence of INT4 weights over an INT4 copy (int4-kv4)"
+            f"--gaps: {config.name} in {ops.precision.name} decodes a batch of {args.batch} by single kernels, which "
+            "have no build for profiling; it is for one sequence of the shapes of Llama 8B and 70B in int4-kv4"
         )
     record, cubin = load_or_build((spec,), folder=args.kernels)[spec.name]
     return Kernel(spec, record, cubin, ops.device)

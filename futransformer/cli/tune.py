@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -198,7 +199,7 @@ def _report(args: argparse.Namespace, outcome: Outcome, path: Path) -> None:
             "incumbent": result.incumbent.name,
             "winner": result.winner.name,
             "times": {spec.name: round(ratio, 4) for spec, ratio in result.times},
-            "layer": None if result.layer is None else round(result.layer, 4),
+            "layer": round(result.layer, 4) if result.layer and math.isfinite(result.layer) else None,
             "refused": result.refused,
         }
         for result in outcome.results

@@ -18,8 +18,8 @@ from futransformer.ops.streams import StreamOrder
 if TYPE_CHECKING:
     from futransformer.blocks import DecodePass, LayerWeights
 
-# Single kernels attend faster: all layers of 8B on an H200 take 13 ns a token here, 8.6 there. A step over 4,096 tokens
-# takes 1.37 ms here and 1.57 there, over 131,072 3.06 and 2.66.
+# Single kernels attend faster: all layers of 8B on an H200 take 13 ns a token here, 8.6 there. Of version 6 a step over
+# 4,096 tokens took 1.37 ms here and 1.57 there, over 131,072 3.06 and 2.66; later ones were not measured so far out.
 MOST_KEYS = 32_768
 PAGES_AT_ONCE = 2  # that a block attends to, a set of its warps each
 

@@ -16,16 +16,16 @@ from futransformer.formats.codes import Groups
 from futransformer.formats.compressed_tensors import packed_config
 from futransformer.generator.json_reader import read_json
 from futransformer.quantize.description import DESCRIPTION_FILE, FORMAT, sha256_of, weight_files
-from futransformer.quantize.folder import carried_files
+from futransformer.quantize.folder import DONE, carried_files
 
-DONE = ".errors.json"  # beside a finished layer's shard, until all are: its errors, and the sha256 of its files
 UNFINISHED = ".unfinished"
 
 
 def begin(folder: Path) -> None:
-    """Remove what an earlier run has left half done: files that are not whole, and a description, which comes last."""
-    for path in (folder / DESCRIPTION_FILE, *folder.glob(f"*{UNFINISHED}")):
-        path.unlink(missing_ok=True)
+    """Keep of an earlier run its layers alone: what else it has left is half done, or carried from a model of then."""
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(DONE):
+            path.unlink()
 
 
 def assemble(source: Path, folder: Path, shards: Sequence[str], groups: Groups, *, tied: bool) -> None:

@@ -55,6 +55,7 @@ from futransformer.quantize.stored import StoredWeights, save_weights
 SCALES_FILE = "fp8_scales.safetensors"
 WEIGHTS_FILE = "fp8_weights.safetensors"
 CHECKED = ("*.json", "*.model", "*.jinja")  # what is read beside the weights: the config, the tokenizer, their index
+DONE = ".errors.json"  # beside a finished layer's shard, until all are: its errors, and the sha256 of its files
 CARRIED = (*CHECKED, "*.txt", "*.md", "LICENSE*", "NOTICE*")
 
 
@@ -91,7 +92,8 @@ def _others(folder: Path) -> list[str]:
         sums = JsonReader(folder / DESCRIPTION_FILE, read_json(folder / DESCRIPTION_FILE)).section("sha256").content
     except ConfigError:
         sums = {}
-    return sorted(path.name for path in folder.iterdir() if path.name not in {DESCRIPTION_FILE, *sums})
+    names = {path.name for path in folder.iterdir() if not path.name.endswith(DONE)}
+    return sorted(names - {DESCRIPTION_FILE, *sums})
 
 
 def write_folder(

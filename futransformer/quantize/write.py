@@ -36,9 +36,9 @@ from futransformer.generator.config import load_config
 from futransformer.generator.errors import BuildError, ConfigError, InputError
 from futransformer.generator.json_reader import JsonReader, read_json
 from futransformer.generator.precision import E4M3, Precision
-from futransformer.quantize.assemble import DONE, assemble, begin, finish, seal, write_json, write_whole
+from futransformer.quantize.assemble import assemble, begin, finish, seal, write_json, write_whole
 from futransformer.quantize.description import FORMAT, INT4_SECTION, precision_section, sha256_of, weight_files
-from futransformer.quantize.folder import SCALES_FILE, check_output, publish, save_scales, scratch_beside
+from futransformer.quantize.folder import DONE, SCALES_FILE, check_output, publish, save_scales, scratch_beside
 from futransformer.quantize.folding import Folding, logical_weights
 from futransformer.quantize.fp8 import quantize_weight
 from futransformer.quantize.layers import Errors, LayerQuantiser
@@ -178,8 +178,8 @@ def write_quantised(
         seal(partial, {**_own_sections(own, partial, layers), INT4_SECTION: described})
         check_output(source, output, force=force, what=WHAT)  # another job may have been faster
         with scratch_beside(output, there.parent, WHAT) as scratch:
-            finish(partial)  # last: whoever was stopped or refused before goes on from the layers
             publish(partial, there, scratch / "replaced")
+            finish(there)  # last: whoever was stopped or refused before goes on from the layers
     return errors
 
 

@@ -116,7 +116,11 @@ def run_sweep(
         outcome.results.append(result)
         _time_place(result, specs, shape, bench, load, harness, deadline)
         if place.rows is None and result.winner != result.incumbent and layers_can_be_timed(library):
-            result.layer = _time_of_a_layer(result, shape, bench, load, harness)
+            try:
+                result.layer = _time_of_a_layer(result, shape, bench, load, harness)
+            except (FuTransformerError, RuntimeError) as error:
+                result.layer = math.inf
+                say(f"{place}: a layer could not be timed: {str(error).strip().partition(chr(10))[0]}")
         say(describe(result))
         if library.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -128,7 +132,7 @@ def describe(result: Result) -> str:
     if not result.times:
         return f"{result.place}: no candidate could be timed"
     (best, ratio), now = result.times[0], result.incumbent
-    layer = "" if result.layer is None else f", a layer {result.layer:.3f}"
+    layer = f", a layer {result.layer:.3f}" if result.layer and math.isfinite(result.layer) else ""
     kept = "" if result.winner != now else "; what is used now stays"
     return f"{result.place}: {schedule_name(best)} takes {ratio:.3f} of the time of {schedule_name(now)}{layer}{kept}"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from futransformer import library
-from futransformer.bench import ceilings, profile, report
+from futransformer.bench import ceilings, profile, profile_table, report, results
 from futransformer.bench.harness import Harness
 from futransformer.bench.profile import StepProfile, profile_step
 from futransformer.bench.profile_table import STEP, SUM
@@ -24,6 +24,7 @@ from futransformer.cli import main
 from futransformer.cli.profile import as_json, as_text
 from futransformer.driver import Kernel
 from futransformer.generator.config import load_config
+from futransformer.generator.errors import UnsupportedError
 from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import get_precision
 from futransformer.ops.interface import LayerPages, Ops, Stream
@@ -212,6 +213,26 @@ def test_gaps_are_of_the_launch_and_of_what_is_not_the_head() -> None:
     assert "without a bulk copy" in text.splitlines()[5]
 
 
+@pytest.mark.usefixtures("cpu_bench")
+def test_gaps_of_a_step_of_single_kernels_are_refused() -> None:
+    ops: Any = ReferenceKernels(TINY, "bf16")
+    with pytest.raises(UnsupportedError, match="a step of 2 x 70 tokens is one of single kernels"):
+        profile_step(TINY, ops, "bf16", 2, 70, Harness(HostClock()), 4.0, clocked=cast(Kernel, "kernel"))
+
+
+def test_a_step_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Its stages may be others than those of before; other steps stay."""
+
+    def told(case: str, commit: str) -> dict[str, Any]:
+        where = {"card": "H200", "commit": commit, "dirty": False, "date": "", "driver": "", "versions": {}}
+        return results.document("profile", where, [{"case": case, "seconds": 1.0}], precision="bf16")
+
+    for case in ("profile/m/B=1/ctx=64/qkv", "profile/m/B=2/ctx=64/qkv", "profile/m/B=1/ctx=64/layers"):
+        path = profile_table.replace_step(tmp_path, told(case, "a" if case.endswith("qkv") else "b"))
+    rows = {row["case"]: row["commit"] for row in json.loads(path.read_text())["rows"]}
+    assert rows == {"profile/m/B=1/ctx=64/layers": "b", "profile/m/B=2/ctx=64/qkv": "a"}
+
+
 def test_gaps_are_asked_for_where_a_build_can_tell(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
 ) -> None:
@@ -222,7 +243,7 @@ def test_gaps_are_asked_for_where_a_build_can_tell(
         monkeypatch.setattr(library, "load_kernels", lambda *_, ops=ops, **__: ops)
         command = ["profile", str(write_config(tmp_path)), "--precision", precision, "--batch", batch]
         assert main([*command, "--context", "70", "--gaps"]) == 2
-        assert f"decodes {batch} sequences by single kernels" in capsys.readouterr().err
+        assert f"decodes a batch of {batch} by single kernels" in capsys.readouterr().err
 
 
 def test_layers_in_one_launch_are_a_stage() -> None:

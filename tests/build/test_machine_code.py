@@ -81,14 +81,11 @@ FP8_DECODE = (
     LARGE_FP8_DECODE.decode["down"][64],
     LARGE_FP8_DECODE.decode["lm_head"][8],
 )
-LAYERS = tuple(
-    spec
-    for model, precision in (("llama-3.1-8b", "int4-kv4"), ("smollm2-135m", "int4-g32-asym-kv4"))
-    if (spec := make_plan(load_config(model), precision).decode_layers) is not None
-)
+LAYERS = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers
+assert LAYERS is not None
 PLANNED = (
     *one_of_each(SMALL),
-    *LAYERS,
+    LAYERS,
     *LARGE.prefill["qkv"].values(),
     *LARGE.prefill["gate_up"].values(),
     LARGE.prefill["down"][MAX_ROWS],

@@ -233,11 +233,18 @@ def test_a_finished_layer_that_a_crash_has_damaged_is_done_again(
     }
 
 
-@pytest.mark.parametrize("stop", [StoppedError(), InputError("another job was faster")])
+@pytest.mark.parametrize(
+    ("place", "stop"),
+    [
+        ("sha256_of", StoppedError()),
+        ("check_output", InputError("another was faster")),
+        ("publish", StoppedError()),
+    ],
+)
 def test_a_job_that_is_stopped_at_its_end_has_its_layers(
-    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: Exception
+    tiny_base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, stop: Exception
 ) -> None:
-    """While gigabytes are summed, or where another model has come to lie in OUT."""
+    """While gigabytes are summed, where another model has come to lie in OUT, or as the folder is to take its place."""
     whole = write(tiny_base_model, tmp_path / "whole")
     done: list[int] = []
 
@@ -255,13 +262,13 @@ def test_a_job_that_is_stopped_at_its_end_has_its_layers(
         if done:
             raise stop
 
-    sums = isinstance(stop, StoppedError)
     with monkeypatch.context() as patched:
-        patched.setattr(*((assemble_module, "sha256_of") if sums else (write_module, "check_output")), stopping)
+        patched.setattr(assemble_module if place == "sha256_of" else write_module, place, stopping)
         with pytest.raises(type(stop)):
             again()
     (partial,) = tmp_path.glob(".out-*.partial")
     (partial / f"{SHARDS[1]}.1{assemble_module.UNFINISHED}").write_text("what a killed process leaves")
+    (partial / "NOTICE.txt").write_text("of the source as it was")
     again()
     assert done == [0, 1]
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {

@@ -209,6 +209,20 @@ def test_the_layer_that_is_asked_is_the_benchmarks(clock: Clock, monkeypatch: py
     assert clock.time == 4 * NOW
 
 
+def test_a_layer_that_fails_keeps_what_is_used_now(
+    small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(measure, "_time_of_a_layer", full)
+    place, specs = place_of(small_sweep, None)
+    outcome = run(small_sweep, library, clock, {specs[1].name: 0.9 * NOW})
+    assert place not in outcome.changes()
+    result = next(result for result in outcome.results if result.place == place)
+    assert measure.describe(result).endswith(f"{measure.schedule_name(result.incumbent)}; what is used now stays")
+
+
 def test_a_layer_is_asked_where_there_is_one(
     small_sweep: sweep.Sweep, library: KernelLibrary, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
