@@ -98,7 +98,9 @@ def _template(template: str, plans: dict[str, Plan]) -> str:
     if all(specs == found[PLANS[0]] for specs in found.values()):
         found = {" and ".join(PLANS): found[PLANS[0]]}
     parts += [
-        f"In `{precision.replace(' and ', '` and `')}`:\n\n{_specs(specs, most)}" for precision, specs in found.items()
+        f"In `{precision.replace(' and ', '` and `')}`:\n\n{_specs(specs, most)}"
+        for precision, specs in found.items()
+        if specs
     ]
     return "\n\n".join(parts)
 

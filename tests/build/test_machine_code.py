@@ -81,11 +81,11 @@ FP8_DECODE = (
     LARGE_FP8_DECODE.decode["down"][64],
     LARGE_FP8_DECODE.decode["lm_head"][8],
 )
-LAYERS = make_plan(load_config("llama-3.1-8b"), "int4-kv4").decode_layers
-assert LAYERS is not None
+LAYERS = [make_plan(load_config(model), "int4-kv4").decode_layers for model in ("llama-3.1-8b", "llama-3-70b")]
+assert all(LAYERS)
 PLANNED = (
     *one_of_each(SMALL),
-    LAYERS,
+    *(spec for spec in LAYERS if spec is not None),
     *LARGE.prefill["qkv"].values(),
     *LARGE.prefill["gate_up"].values(),
     LARGE.prefill["down"][MAX_ROWS],

@@ -78,7 +78,7 @@ KV4: dict[str, Precision] = {
     "llama-3.2-3b-kv4": get_precision("bf16-kv4-head-min-h128"),
 }
 KV4_INT4 = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-fp8-int4-kv8-kv4-min")
-LAYERS = "llama-3.1-8b-int4-kv4"  # whose step is one launch for its layers
+LAYERS = ("llama-3.1-8b-int4-kv4", "llama-3-70b-int4-kv4")  # whose step is one launch for its layers
 # E4M3 weights there, the head's included; and heads of INT4 with the two kinds of groups, over BF16 and E4M3.
 FP8_DECODE = ("smollm2-135m-bf16-fp8-head8", "llama-3.1-8b-bf16-fp8-head8", "odd-bf16-fp8-head8")
 INT4_HEADS = ("smollm2-135m-int4-g32-asym-head4", "llama-3.1-8b-int4-head4", "odd-bf16-fp8-head4")
@@ -99,7 +99,7 @@ NARROW_HEADS = (
 )
 MODELS = (
     *(*WHOLE, *INT4[4:], *FP8_DECODE[2:], *INT4_HEADS),
-    *(LAYERS, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8, *KV4),
+    *(*LAYERS, "odd-fp8", "llama-2-7b", "llama-3-70b", "llama-3.2-3b", "group16", "group5", *KV8, *KV4),
 )
 
 # Prefill GEMMs alone, of shapes that no model may have: the last step of K is a part of 64 (40, 8 and 16 of it), and so

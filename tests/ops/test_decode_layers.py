@@ -25,9 +25,10 @@ from futransformer.library import KernelLibrary
 from futransformer.ops.decode_layers import PAGES_AT_ONCE, DecodeLayers
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from tests.ops import models
 from tests.ops.test_two_layers import STEPS, RandomModel, check_logits
 
-MODELS = ("llama-3.1-8b-int4-kv4",)
+MODELS = models.LAYERS
 LENGTHS = (1, 63, 64, 65, 300)
 CONTEXTS = (1, 64, 129, 1000)
 LAYERS = 2
@@ -192,6 +193,7 @@ def test_graphed_steps_have_the_bits_of_eager_ones(gpu_ops: GpuOps, model: str) 
         "int4-asym-kv4",
         "int4-g64-kv4",
         "int4-g32-kv4",
+        "int4-kv4-head",
     ],
 )
 def test_who_has_no_such_kernel(precision: str) -> None:

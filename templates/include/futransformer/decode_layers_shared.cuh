@@ -90,6 +90,8 @@ struct DecodeLayersTraits {
   static constexpr int Blocks = Blocks_;
   static constexpr int Slots = Slots_;
   static constexpr int InFlight = InFlight_;
+  // Copies may arrive in another order than they were asked for: were a slot of each set not at rest, a set could take what a
+  // slot held two passes before for what it waits for.
   static constexpr int kMostInFlight = 2 * InFlight < Slots - kSets ? 2 * InFlight : Slots - kSets;
   static constexpr int WindowK = WindowK_;
   static constexpr bool Clocked = Clocked_;
