@@ -6,11 +6,8 @@ what of the step multiprocessors had no bulk copy under way, in the mean.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from futransformer.bench import results
 from futransformer.bench.check_tables import CheckTable, line
 from futransformer.bench.profile import STAGES, StepProfile
 
@@ -44,15 +41,9 @@ def rows_of(profile: StepProfile, config: str, batch: int, context: int) -> list
     ]
 
 
-def replace_step(folder: Path, content: dict[str, Any]) -> Path:
-    """Add a step to the results of its precision, in the place of all that was told of it before."""
-    steps = {row["case"].rpartition("/")[0] for row in content["rows"]}
-    path = folder / f"{results.stem(content)}.json"
-    if path.is_file():
-        told = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in told["rows"] if row["case"].rpartition("/")[0] not in steps]
-        results.write(folder, told | {"rows": rows})
-    return results.merge(folder, content)
+def step_of(case: str) -> str:
+    """The step that a row's case is of. Its stages may be others than those of before, so it is replaced as a whole."""
+    return case.rpartition("/")[0]
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -79,7 +70,7 @@ def _table(content: dict[str, Any]) -> list[str]:
     """Each step's stages in their order, after the batch and the tokens that its sequences have."""
     steps: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
-        steps.setdefault(row["case"].rpartition("/")[0], []).append(row)
+        steps.setdefault(step_of(row["case"]), []).append(row)
     header = ["step", *HEADER]
     lines = [line(header), line(["---", "---", *["---:"] * (len(header) - 2)])]
     order = [*STAGES.values(), SUM, STEP, APART, GAPS]

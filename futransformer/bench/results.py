@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,22 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def merge(folder: Path, content: dict[str, Any]) -> Path:
-    """``write``, but keep the file's rows of other cases: each says itself when and of which commit it was measured."""
+def merge(folder: Path, content: dict[str, Any], whole: Callable[[str], str] = str) -> Path:
+    """``write``, but keep the file's rows of other cases: each says itself when and of which commit it was measured.
+
+    ``whole`` is what of a case's name is replaced as a whole: all of it, or what several rows have in common.
+    """
     path = folder / f"{stem(content)}.json"
-    told = {key: content[key] for key in ("commit", "dirty", "date")}
-    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
-    rows = {row["case"]: row for row in kept} | {row["case"]: row | told for row in content["rows"]}
-    return write(folder, content | {"rows": [rows[case] for case in sorted(rows)]})
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
+    new = {whole(row["case"]) for row in content["rows"]}
+    kept = [_told(before) | row for row in before["rows"] if whole(row["case"]) not in new]
+    rows = [*kept, *(row | _told(content) for row in content["rows"])]
+    return write(folder, content | {"rows": sorted(rows, key=lambda row: row["case"])})
+
+
+def _told(content: dict[str, Any]) -> dict[str, Any]:
+    """When, and of which commit, a file's rows were measured that do not say so themselves."""
+    return {key: content[key] for key in ("commit", "dirty", "date") if key in content}
 
 
 def precision_of(content: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ def _profile(args: argparse.Namespace) -> int:
         rows = profile_table.rows_of(found, config.name, *step)
         where = results.environment(args.commit)
         content = results.document(profile_table.SUBJECT, where, rows, precision=precision.name, ceilings=ceilings)
-        print(profile_table.replace_step(args.output, content), file=sys.stderr)
+        print(results.merge(args.output, content, profile_table.step_of), file=sys.stderr)
     if args.plot is not None:
         from futransformer.bench.profile_picture import draw  # noqa: PLC0415
 

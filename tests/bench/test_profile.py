@@ -228,7 +228,8 @@ def test_a_step_is_replaced_as_a_whole(tmp_path: Path) -> None:
         return results.document("profile", where, [{"case": case, "seconds": 1.0}], precision="bf16")
 
     for case in ("profile/m/B=1/ctx=64/qkv", "profile/m/B=2/ctx=64/qkv", "profile/m/B=1/ctx=64/layers"):
-        path = profile_table.replace_step(tmp_path, told(case, "a" if case.endswith("qkv") else "b"))
+        content = told(case, "a" if case.endswith("qkv") else "b")
+        path = results.merge(tmp_path, content, profile_table.step_of)
     rows = {row["case"]: row["commit"] for row in json.loads(path.read_text())["rows"]}
     assert rows == {"profile/m/B=1/ctx=64/layers": "b", "profile/m/B=2/ctx=64/qkv": "a"}
 

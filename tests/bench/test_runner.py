@@ -252,3 +252,13 @@ def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert main(["bench", "gemm", "--commit", "abc", "--output", str(tmp_path)]) == 1
     assert "no Hopper GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_stay_are_of_the_commit_that_their_file_named(tmp_path: Path) -> None:
+    """A file that was written as a whole says it once; another commit's rows beside them must not take them over."""
+    where = {"card": "H200", "commit": "a", "dirty": False, "date": "then", "driver": "", "versions": {}}
+    path = results.write(tmp_path, results.document("gemm", where, [{"case": "gemm/x"}, {"case": "gemm/y"}]))
+    now = results.document("gemm", where | {"commit": "b", "date": "now"}, [{"case": "gemm/y"}])
+    assert results.merge(tmp_path, now) == path
+    rows = [(row["case"], row["commit"], row["date"]) for row in json.loads(path.read_text())["rows"]]
+    assert rows == [("gemm/x", "a", "then"), ("gemm/y", "b", "now")]
