@@ -27,7 +27,7 @@ from .specs import (
 )
 from .specs.base import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
-from .specs.decode_layers import SLOT_K
+from .specs.decode_layers import SETS, SLOT_K
 from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
@@ -79,7 +79,6 @@ FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 # Of the launch for all layers the shapes that an H200 has checked (docs/notebook/decode_layers.md, "What is served").
 LAYERS_GROUPS, LAYERS_HEAD_DIM = (4, 8), 128  # query heads a key/value head, and their features
 LAYERS_UNIT_K = 128  # of symmetric weights
-LAYERS_SETS = 4  # of warps, which have as many slots each of what RMSNorm reads
 LAYERS_STAGED_K = 16_384  # k whose activations are in shared memory together: 32 KB
 LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 6, 32  # of its ring
 
@@ -589,7 +588,7 @@ def decode_layers_spec(
     shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS >= heads.num_key_value_heads
     fits = shared_out and heads.group in LAYERS_GROUPS and heads.head_dim == LAYERS_HEAD_DIM
     # All sets have as many slots of every K; or of what RMSNorm reads, and a block two row tiles at most of the rest.
-    turn = LAYERS_SETS * SLOT_K
+    turn = SETS * SLOT_K
     few = hidden_size <= 2 * ROW_TILE * _MULTIPROCESSORS and hidden_size % turn == 0
     even = all(k % turn == 0 or (few and k % SLOT_K == 0) for k in ks)
     as_checked = groups == {LAYERS_UNIT_K} and not precision.zero_points and precision.copy == COPY_DEFAULT

@@ -49,8 +49,7 @@ class Plan:
     sample: SampleSpec
     step_begin: StepBeginSpec
     step_end: StepEndSpec
-    # all layers of a decode step, by the most sequences that each serves; none where there is no such kernel
-    decode_layers: DecodeLayersSpec | None = None  # of one sequence
+    decode_layers: DecodeLayersSpec | None = None  # all layers of a step of one sequence, where there is such a kernel
     # of an FP8 prefill, for the parts of layers that stay in BF16
     prefill_bf16: dict[str, dict[int, GemmSpec]] = field(default_factory=dict)
     attention_prefill_bf16: AttentionPrefillSpec | None = None

@@ -80,9 +80,7 @@ class StepProfile:
     apart_seconds: float | None  # with ordinary launches, where launches can overlap at all
     step_bytes: float
     read_tbps: float
-    gap_seconds: float | None = (
-        None  # at most: without a bulk copy under way, mean of multiprocessors; see profile_step
-    )
+    gap_seconds: float | None = None  # at most, without a bulk copy under way: the mean of multiprocessors
 
     @property
     def sum_seconds(self) -> float:

@@ -154,7 +154,7 @@ def run_cases(
                 run_case(case, bench, harness, outcome, partial(_left, deadline, now), say)
         except (FuTransformerError, RuntimeError) as error:
             outcome.failed = True
-            outcome.notes.append(f"{case.name}: failed: {_first_line(error)}")
+            outcome.notes.append(f"{case.name}: failed: {first_line(error)}")
             say(outcome.notes[-1])
         free(bench.device)
         save(outcome)
@@ -200,7 +200,7 @@ def run_case(case: Case, bench: Bench, harness: Harness, outcome: Outcome, left:
             notes.append(f"{case.name}: {name} left out: {error}")
             continue
         except Exception as error:  # a rival may fail in any way; ours is measured all the same
-            reason = _first_line(error)
+            reason = first_line(error)
             if bench.kernels is not None:  # a result tells of exports by their names, wherever they lay
                 reason = reason.replace(f"{bench.kernels}/", "")
             notes.append(f"{case.name}: {name} left out: {type(error).__name__}: {reason}")
@@ -283,7 +283,8 @@ def _figure(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

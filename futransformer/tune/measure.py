@@ -23,7 +23,7 @@ from torch import Tensor
 from futransformer.bench.case import COMPUTE_BOUND, Ceilings, Contender
 from futransformer.bench.check import judge
 from futransformer.bench.harness import Harness
-from futransformer.bench.runner import WANTED_SECONDS, Bench
+from futransformer.bench.runner import WANTED_SECONDS, Bench, first_line
 from futransformer.bench.shapes import gemm_work
 from futransformer.bench.subjects import prefill_block
 from futransformer.bench.subjects.gemm import graph_floor, regimes
@@ -120,7 +120,7 @@ def run_sweep(
                 result.layer = _time_of_a_layer(result, shape, bench, load, harness)
             except (FuTransformerError, RuntimeError) as error:
                 result.layer = math.inf
-                say(f"{place}: a layer could not be timed: {str(error).strip().partition(chr(10))[0]}")
+                say(f"{place}: a layer could not be timed: {first_line(error)}")
         say(describe(result))
         if library.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -197,7 +197,7 @@ def _time_rows(
             contenders[spec.name] = _contender(inputs, library, weights, floor)
             named[spec.name] = spec
         except (FuTransformerError, RuntimeError) as error:
-            result.refused[spec.name] = f"{rows} rows: {str(error).strip().partition(chr(10))[0]}"
+            result.refused[spec.name] = f"{rows} rows: {first_line(error)}"
     told = regimes(rows)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for regime in told:

@@ -11,7 +11,7 @@ from .base import EPILOGUE_PARAMS, MAX_SHARED_BYTES, Heads, KernelSpec, Param, p
 
 _LANES = 32
 _PART_K = 128  # k of activations that are staged together
-_SETS = 4  # of warps, which take slots in turn
+SETS = 4  # of warps, which take slots in turn
 _SET_WARPS = 4
 _PAGE_SETS = 2  # of the sets, that attend to pages
 _STREAM_WARPS = 4  # of which one thread streams
@@ -73,8 +73,8 @@ class DecodeLayersSpec(KernelSpec):
             f"gate_up must have a row tile for each of {self.blocks} blocks, lest one without could be a layer ahead",
         )
         self.require(
-            1 <= self.in_flight <= self.slots - _SETS,
-            f"in_flight must be 1 to {self.slots - _SETS}, slots less {_SETS}: a set may be a pass ahead of another",
+            1 <= self.in_flight <= self.slots - SETS,
+            f"in_flight must be 1 to {self.slots - SETS}, slots less {SETS}: a set may be a pass ahead of another",
         )
         self.require(self.shared_bytes <= MAX_SHARED_BYTES, f"shared memory must not exceed {MAX_SHARED_BYTES} bytes")
 
@@ -156,7 +156,7 @@ class DecodeLayersSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """The warps that multiply, and those of the one that streams."""
-        return _LANES * (_SETS * _SET_WARPS + _STREAM_WARPS)
+        return _LANES * (SETS * _SET_WARPS + _STREAM_WARPS)
 
     @property
     def slot_bytes(self) -> int:
@@ -171,7 +171,7 @@ class DecodeLayersSpec(KernelSpec):
         heads, projections = self.heads, self.projections
         window = max(min(projection.k, self.window_k) for projection in projections)
         staged = -(-window // _PART_K) * 256 + -(-window // self.group_k) * 8
-        warps = _SETS * _SET_WARPS
+        warps = SETS * _SET_WARPS
         results = _PAGE_SETS * _SET_WARPS * heads.group * 4 * (heads.head_dim + 4 + 2)
         most_splits = max(self.blocks // heads.num_key_value_heads, 1)
         splits = 16 * (heads.group * heads.head_dim // 4 + most_splits) + 8 * most_splits * heads.group
@@ -179,7 +179,7 @@ class DecodeLayersSpec(KernelSpec):
         q = heads.group * heads.head_dim * 2
         attended = self.copy.page_bytes(heads.head_dim) + q + max(results, splits)
         columns = ROW_TILE * max(projection.most_tiles for projection in projections)
-        partial = _SETS * _SET_WARPS * (columns + 4) * 4
+        partial = SETS * _SET_WARPS * (columns + 4) * 4
         parts = (
             self.slots * self.slot_bytes,
             max(staged, attended),

@@ -123,7 +123,8 @@ def test_against_the_reference_and_single_kernels(gpu_ops: GpuOps, model: str, c
         allowed = allowed_error(same_type, want, get_precision("bf16"))
         error = largest_error(getattr(ours, name), want)
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
-    torch.testing.assert_close(ours.sumsq.sum(1), ours.residual.square().sum(1), rtol=1e-5, atol=0)
+    # Of terms that are not negative a sum of depth d loses at most d roundings; either sum is less than 80 deep.
+    torch.testing.assert_close(ours.sumsq.sum(1), ours.residual.square().sum(1), rtol=2 * 80 * 2**-24, atol=0)
     assert chained.x.isfinite().all()
 
 
