@@ -77,24 +77,24 @@ class AttentionPrefill {
   }
 
  private:
-  static constexpr int kFillers = T::kCodes ? T::kConverterWarps : 1;  // that say when a tile of K or V is there
+  static constexpr int kFillers = T::kCodes ? T::kConverterWarps * T::kVoices : 1;  // that say when a tile of K or V is there
 
   CUTLASS_DEVICE static void initialise(typename T::Codes& codes) {
     for (int stage = 0; stage < T::kCodeStages; ++stage) {
       codes.full[stage].init(1);
-      codes.empty[stage].init(T::kConverterWarps);
+      codes.empty[stage].init(T::kConverterWarps * T::kVoices);
     }
   }
   CUTLASS_DEVICE static void initialise(Barriers& barriers) {
     for (int stage = 0; stage < T::kQStages; ++stage) {
       barriers.q_full[stage].init(1);
-      barriers.q_empty[stage].init(T::kConsumerWarps);
+      barriers.q_empty[stage].init(T::kConsumerWarps * T::kVoices);
     }
     for (int stage = 0; stage < T::Stages; ++stage) {
       barriers.k_full[stage].init(kFillers);
       barriers.v_full[stage].init(kFillers);
-      barriers.k_empty[stage].init(T::kConsumerWarps);
-      barriers.v_empty[stage].init(T::kConsumerWarps);
+      barriers.k_empty[stage].init(T::kConsumerWarps * T::kVoices);
+      barriers.v_empty[stage].init(T::kConsumerWarps * T::kVoices);
     }
   }
 };

@@ -33,15 +33,11 @@ class AttentionPrefillConverter {
     PipelineState k(0, 1, 0);  // a fresh ring is empty: its "previous" phase has passed
     PipelineState v(0, 1, 0);
     typename T::CodeState read;
-    bool const leads = threadIdx.x % cutlass::NumThreadsPerWarp == 0;
     auto fill = [&](bool with_codes, PipelineState& stage, auto& full, auto& empty, typename T::Element* tiles) {
       wait(empty[stage.index()], stage.phase());
       if (with_codes) convert(codes.tiles[read.index()], tiles + stage.index() * T::kTileElements, warp);
-      __syncwarp();
-      if (leads) {
-        full[stage.index()].arrive();
-        codes.empty[read.index()].arrive();
-      }
+      full[stage.index()].arrive();
+      codes.empty[read.index()].arrive();
       ++stage;
     };
     CUTLASS_PRAGMA_NO_UNROLL

@@ -212,7 +212,7 @@ class AttentionPrefillConsumer {
 
   // A warp has finished reading a stage.
   CUTLASS_DEVICE static void release(EmptyBarrier const& empty) {
-    if (threadIdx.x % cutlass::NumThreadsPerWarp == 0) empty.arrive();
+    if (T::speaks()) empty.arrive();
   }
 
   // Named barriers of the consumers.

@@ -103,6 +103,11 @@ struct AttentionPrefillTraits {
     Barriers barriers;
   };
 
+  // Who speaks for a warp that has written or read a stage: one lane where stages are filled by bulk copies alone, each lane
+  // for itself where threads write them. racecheck does not carry a warp's own order on to the lane that speaks.
+  static constexpr int kVoices = kCodes ? cutlass::NumThreadsPerWarp : 1;
+  CUTLASS_DEVICE static bool speaks() { return kCodes || threadIdx.x % cutlass::NumThreadsPerWarp == 0; }
+
   // Tiles of E4M3 pages, on their way to becoming BF16. They stand behind the rest.
   static constexpr int kCodeStages = 2;
   enum class CodeKind : int { kKeys, kValues, kEnd };

@@ -67,7 +67,7 @@ struct DecodeGemmWgmma {
     alignas(16) Barrier full[Stages];  // a stage's weights have arrived
     Barrier landed[Stages];            // its x has
     WarpBarrier ready[Stages];         // and is an operand
-    WarpBarrier empty[Stages];         // all warps that multiply have done so
+    WarpBarrier empty[Stages];         // all lanes of the warps that multiply have read it
   };
   using Shared = typename Frame::template Shared<OneBlock>;
   static constexpr int kSharedBytes = sizeof(Shared);
@@ -87,7 +87,7 @@ struct DecodeGemmWgmma {
         shared.full[slot].init(1);
         shared.landed[slot].init(1);
         shared.ready[slot].init(kConverters);
-        shared.empty[slot].init(kConsumers);
+        shared.empty[slot].init(kConsumers * kLanes);
       }
     };
     auto const work = [&](auto const& prepare) {
@@ -196,10 +196,9 @@ struct DecodeGemmWgmma {
               add_products(products, worth, sums[(tile + kTiles - 1) % kTiles]);
               worth = scales.scale;
               if (i == 0 && tile == 0) {
-                // Of the stage before everything has been used, by every lane: the products waited for it. One lane speaks
-                // for all, whose reads are ordered before its arrival.
-                __syncwarp();
-                if (stage > 0 && lane == 0) shared.empty[read].arrive();
+                // Of the stage before everything has been used: the products waited for it. Each lane gives back what it
+                // has read itself.
+                if (stage > 0) shared.empty[read].arrive();
                 read = cursor.slot;
                 wait(shared.ready[cursor.slot], cursor.parity);
               }
