@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+import torch
 
 from futransformer.bench.case import HostCase, RivalMissingError
 from futransformer.bench.rivals import transformers_batching
@@ -19,6 +20,7 @@ from futransformer.bench.subjects.serve import Loop
 from futransformer.engine import Engine
 from futransformer.engine.warmup import WarmedUp
 from futransformer.generator.config import load_config
+from futransformer.kv_cache import page_bucket, pages_for
 from tests.bench.conftest import CpuBench, ReferenceKernels
 from tests.engine.exact import ExactLlama
 
@@ -95,6 +97,16 @@ def test_graphs_are_told_by_their_time_and_memory(small: None, monkeypatch: pyte
     assert (memory["case"], memory["ours"], memory["unit"]) == ("a/graphs", 0.3, "GB")
     assert time_taken["error"] == memory["error"] == 1
     assert model.cache.free_pages == model.cache.num_pages
+
+
+def test_a_step_alone_may_be_one_that_an_engine_has_made(small: None) -> None:
+    """Whose tensors are those of inference mode, which nothing outside it may write."""
+    model = serve.load("8b", "bf16", TinyBench(), 77)
+    with torch.inference_mode():
+        made = model.decode_step(2, page_bucket(pages_for(70)))
+    assert made.block_table.is_inference()
+    assert model.decode_step(2, page_bucket(pages_for(70))) is made
+    assert serve.seconds_alone(model, 2, 70) > 0
 
 
 def test_a_rival_that_reads_bf16_runs_once_for_all_precisions(

@@ -39,6 +39,7 @@ from futransformer.bench.shapes import shape_config
 from futransformer.engine import Engine, SamplingParams
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
+from futransformer.decode_step import DecodeStep
 from futransformer.model import Llama
 
 PRECISIONS = ("fp8-int4-head8", "bf16", "fp8-int4-head8-kv4")
@@ -240,12 +241,8 @@ def seconds_alone(model: Llama, batch: int, context: int) -> float:
     """A decode step of the engine's own kind, one after another with nothing between: seconds of one."""
     device = model.cache.device
     width = page_bucket(pages_for(context))
-    step = model.decode_step(batch, width)
-    pages = torch.arange(batch * width, dtype=torch.int32, device=device) % model.cache.num_pages
-    step.block_table.copy_(pages.view(batch, width))
-    step.tokens.zero_()
 
-    def run(count: int) -> float:
+    def run(step: DecodeStep, count: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -256,9 +253,13 @@ def seconds_alone(model: Llama, batch: int, context: int) -> float:
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) / count
 
-    with torch.inference_mode():
-        run(3)  # the second captures
-        return run(ALONE_STEPS)
+    with torch.inference_mode():  # as the engine's steps are made, whose tensors these may be
+        step = model.decode_step(batch, width)
+        pages = torch.arange(batch * width, dtype=torch.int32, device=device) % model.cache.num_pages
+        step.block_table.copy_(pages.view(batch, width))
+        step.tokens.zero_()
+        run(step, 3)  # the second captures
+        return run(step, ALONE_STEPS)
 
 
 def row(name: str, seconds: Sequence[float], unit_seconds: float, unit: str, wrong: int) -> Row:
