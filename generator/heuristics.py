@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from .errors import UnsupportedError
 from .int4 import ROW_TILE, packed_group
-from .kv_format import DEFAULT as COPY_DEFAULT
 from .kv_format import KvFormat
 from .precision import BF16, E4M3, INT4, Element, Precision
 from .schedules import FEW_ROWS, Place, ScheduleTable, deepest, shipped_table, spec_of, written_copy, written_kv
@@ -27,7 +26,7 @@ from .specs import (
 )
 from .specs.base import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
-from .specs.decode_layers import SETS, SLOT_K
+from .specs.decode_layers import SLOT_K
 from .specs.gemm import tile_k
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
@@ -76,9 +75,9 @@ INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 ONE_IN_FLIGHT_STAGES = 8
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
-# Of the launch for all layers the shapes that an H200 has checked (docs/notebook/decode_layers.md, "What is served").
-LAYERS_GROUPS, LAYERS_HEAD_DIM = (4, 8), 128  # query heads a key/value head, and their features
-LAYERS_UNIT_K = 128  # of symmetric weights
+# Of the launch for all layers (docs/notebook/decode_layers.md, "What is served").
+LAYERS_MOST_GROUP = 8  # query heads a key/value head: of more attention spills
+LAYERS_LEAST_WEIGHTS = 50_000_000  # of a layer: of 44 million single kernels are 4 % faster, of 61 million 9 % slower
 LAYERS_STAGED_K = 16_384  # k whose activations are in shared memory together: 32 KB
 LAYERS_LEAST_SLOTS, LAYERS_MOST_SLOTS = 6, 32  # of its ring
 
@@ -436,8 +435,9 @@ def _int4(
             break
     if shape is not None:
         row_tiles, split_k = shape[:2]
-    # Of units of 32 k lanes have four at a time, whose scales and sums spill beside x of more than eight sequences.
-    by_lanes = batch_tile <= 8 or (row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0) and group_k > 32)
+    # Of units of less than 128 k lanes have several at a time, whose scales and sums spill beside x of more than eight
+    # sequences.
+    by_lanes = batch_tile <= 8 or (row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0) and group_k >= 128)
     long = row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
     if by_lanes and batch_tile == 32 and long and row_tiles % 2 == 0 and shape is None:
         # Of 32 sequences lanes hold one stage of x, which comes too late (8B, down: 19.0 us, through the ring 16.9).
@@ -481,8 +481,10 @@ def _int4(
     of_slice = -(-k // (split_k * two.stage_k))
     inbox = inbox_bytes(batch_tile, row_tiles, split_k)
     fit = (shared_share(2) - inbox) // (two.stage_bytes + 16)
-    # Of eight sequences, two stages ahead of an odd number take more registers than there are.
-    ahead = 2 if batch_tile == 4 or (batch_tile == 8 and of_slice % 2 == 0) else 1
+    # Of eight sequences two stages ahead take more registers than there are beside several units or zero points at a
+    # time, and of an odd number of stages.
+    lean = group_k >= 128 and not precision.zero_points
+    ahead = 2 if batch_tile == 4 or (batch_tile == 8 and lean and of_slice % 2 == 0) else 1
     ring = not by_lanes or (batch_tile == 8 and split_k == 2 and row_tiles > MIN_ROW_TILES)  # 8B, qkv: 7.6 us, not 8.1
     if ring:
         stage_bytes = spec(2, 0).stage_bytes + 16
@@ -575,10 +577,11 @@ def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecode
 def decode_layers_spec(
     heads: Heads, hidden_size: int, intermediate_size: int, precision: Precision
 ) -> DecodeLayersSpec | None:
-    """All layers of one sequence's step in one launch, where that is there.
+    """All layers of one sequence's step in one launch, where that is there and pays.
 
-    INT4 weights over an INT4 copy, beside main pages of BF16. More than two slots under way delay what blocks send one
-    another, unless the ring is nearly empty; then it takes four (8B, one sequence, a layer: 35.8 us of two, so 35.5).
+    INT4 weights over an INT4 copy without minima, beside main pages of BF16. More than two slots under way delay what
+    blocks send one another, unless the ring is nearly empty; then it takes four (8B, one sequence, a layer: 35.8 us of
+    two, so 35.5).
     """
     ks = (hidden_size, heads.q_features, intermediate_size)
     if precision.decode != INT4 or precision.copy is None or precision.kv != BF16 or precision.gain_in_x:
@@ -586,20 +589,17 @@ def decode_layers_spec(
     groups = {packed_group(k, precision.group_size) for k in ks}
     # every block has a share of gate_up, and every head a block
     shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS >= heads.num_key_value_heads
-    fits = shared_out and heads.group in LAYERS_GROUPS and heads.head_dim == LAYERS_HEAD_DIM
-    # All sets have as many slots of every K; or of what RMSNorm reads, and a block two row tiles at most of the rest.
-    turn = SETS * SLOT_K
-    few = hidden_size <= 2 * ROW_TILE * _MULTIPROCESSORS and hidden_size % turn == 0
-    even = all(k % turn == 0 or (few and k % SLOT_K == 0) for k in ks)
-    as_checked = groups == {LAYERS_UNIT_K} and not precision.zero_points and precision.copy == COPY_DEFAULT
-    if not (fits and even and as_checked):
+    fits = shared_out and heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum
+    weights = hidden_size * (heads.qkv_features + heads.q_features + 3 * intermediate_size)
+    if len(groups) > 1 or not fits or weights < LAYERS_LEAST_WEIGHTS:
         return None
+    (group,) = groups
     try:
         least = DecodeLayersSpec(
             heads=heads,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
-            group_k=LAYERS_UNIT_K,
+            group_k=group,
             zero_points=precision.zero_points,
             copy=precision.copy,
             blocks=_MULTIPROCESSORS,

@@ -61,6 +61,11 @@ INT4_DECODE = (
     LARGE_INT4.decode["qkv"][32],
     LARGE_INT4.decode["gate_up"][64],
     ASYMMETRIC.decode["gate_up"][64],
+    # Units of less than 128 k, and zero points, leave lanes that load x the fewest registers.
+    ASYMMETRIC.decode["o"][8],
+    ASYMMETRIC.decode["o"][32],
+    make_plan(load_config("llama-3-70b"), "int4-g64-asym").decode["qkv"][16],
+    make_plan(load_config("llama-3.2-3b"), "int4-asym").decode["down"][8],
 )
 # Prefill's writers of an INT4 copy: a tile's sums, and K and V behind them, in the registers that there are.
 COPIES = tuple(
