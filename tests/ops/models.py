@@ -78,7 +78,12 @@ KV4: dict[str, Precision] = {
     "llama-3.2-3b-kv4": get_precision("bf16-kv4-head-min-h128"),
 }
 KV4_INT4 = ("smollm2-135m-int4-g32-asym-kv4", "llama-3.1-8b-fp8-int4-kv8-kv4-min")
-LAYERS = ("llama-3.1-8b-int4-kv4", "llama-3-70b-int4-kv4")  # whose step is one launch for its layers
+# Whose step is one launch for its layers: heads of 128 and 64 features, groups of 1, 3, 4 and 8, whole slots of K and
+# parts, units of 128, 64 and 32, zero points, a scale a head.
+LAYERS = (
+    *("llama-3.1-8b-int4-kv4", "llama-3-70b-int4-kv4", "llama-3.2-1b-int4-kv4", "llama-2-7b-int4-kv4"),
+    *("llama-3.1-8b-int4-g32-asym-kv4", "llama-3.2-3b-int4-g64-kv4", "llama-3.1-8b-int4-kv4-head"),
+)
 # E4M3 weights there, the head's included; and heads of INT4 with the two kinds of groups, over BF16 and E4M3.
 FP8_DECODE = ("smollm2-135m-bf16-fp8-head8", "llama-3.1-8b-bf16-fp8-head8", "odd-bf16-fp8-head8")
 INT4_HEADS = ("smollm2-135m-int4-g32-asym-head4", "llama-3.1-8b-int4-head4", "odd-bf16-fp8-head4")
@@ -89,7 +94,7 @@ BOTH_PHASES = "smollm2-135m-fp8-int4-g32-asym"
 # Of these every kernel is tested; of the others, which are there for their shapes, the prefill GEMM of the most rows
 # and the decode GEMMs of the fewest, and of wgmma, serve all. That saves two kernels of three.
 WHOLE = (
-    *("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8"),
+    *("smollm2-135m", "llama-3.1-8b", "odd", "smollm2-135m-fp8", "llama-3.1-8b-fp8", "smollm2-135m-kv4"),
     *(*INT4[:4], *FP8_DECODE[:2], BOTH_PHASES, *KV4_INT4),
 )
 # What compute-sanitizer runs over in the place of 8B: every kernel.
