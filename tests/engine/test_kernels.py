@@ -95,7 +95,7 @@ def test_evictions_and_shared_prefixes_leave_texts_readable(small_model: Path, r
     assert max(same) > 25, same
 
 
-@pytest.mark.parametrize("num_pages", [400, 18])
+@pytest.mark.parametrize("num_pages", [400, 12])
 def test_soak(small_model: Path, num_pages: int, request: pytest.FixtureRequest) -> None:
     """Half of ``--soak-seconds`` each, with room for all and with evictions: texts as alone, up to an eviction; memory
     flat once the shapes are captured, no page lost.
@@ -112,5 +112,5 @@ def test_soak(small_model: Path, num_pages: int, request: pytest.FixtureRequest)
     soak.run(max(10.0, request.config.getoption("--soak-seconds") / 2))
     assert soak.ended > 100
     assert soak.cancelled > 0
-    assert (soak.evicted > 0) == (num_pages == 18)
+    assert (soak.evicted > 0) == (num_pages == 12)
     print(f"\n{soak.ended} texts, {soak.cancelled} cancelled, {soak.evicted} evicted; {soak.memory}")
