@@ -36,10 +36,10 @@ from futransformer.bench.random_model import random_llama
 from futransformer.bench.rivals import transformers_batching
 from futransformer.bench.runner import Bench, free
 from futransformer.bench.shapes import shape_config
+from futransformer.decode_step import DecodeStep
 from futransformer.engine import Engine, SamplingParams
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
-from futransformer.decode_step import DecodeStep
 from futransformer.model import Llama
 
 PRECISIONS = ("fp8-int4-head8", "bf16", "fp8-int4-head8-kv4")
