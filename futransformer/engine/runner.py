@@ -122,8 +122,8 @@ class Runner:
         rows, width = page_bucket(batch), page_bucket(pages_for(longest))
         step = self.model.decode_step(rows, width)
         if step is self._loaded and slots == self._batch and len(self._grown) <= FEW_PAGES:
-            for slot, place in self._grown:
-                step.block_table[slots.index(slot), place] = int(self._table[slot, place])
+            for slot, place in self._grown:  # not by assignment, which copies a number from the host and waits for it
+                step.block_table[slots.index(slot), place].fill_(int(self._table[slot, place]))
         else:
             self._settle()
             self._take(slots, rows)

@@ -50,11 +50,12 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = self.largest = 0
+        self.count = self.largest = self.numbers_copied = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         self.count += 1
+        self.numbers_copied += function is torch.ops.aten.copy_.default and args[0].dim() == 0
         self.largest = max(self.largest, found.numel() if isinstance(found, Tensor) else 0)
         return found
 
@@ -101,6 +102,23 @@ def test_the_work_of_a_step_is_bounded(tiny_base_model: Path) -> None:
     assert max(operations) <= min(operations) + 3 * FEW_PAGES
     assert max(operations) <= 48
     assert max(each[2] for each in found.values()) <= 64 * 16, "a step copies more than its block table"
+
+
+def test_a_page_more_is_written_without_waiting_for_the_device(tiny_base_model: Path) -> None:
+    """A number that is assigned to a place of a tensor of a GPU is copied from memory that is not pinned: the host then
+    waits for all that it has launched (an H200, 64 sequences: 4.5 ms of every fourth step).
+    """
+    engine = Engine(Idle(40), Tokenizer(tiny_base_model))
+    engine.add_request("a", [7] * 310, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    while not engine.step():
+        pass
+    pages = []
+    with Operations() as operations:
+        for _ in range(20):
+            engine.step()
+            pages.append(engine.stats().free_pages)
+    assert pages[0] > pages[-1], "it tests nothing"
+    assert operations.numbers_copied == 0
 
 
 def test_a_long_text_costs_no_more_a_token_than_a_short_one(tiny_base_model: Path) -> None:
