@@ -302,7 +302,7 @@ class DecodeGemmSpec(KernelSpec):
             weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
-            weights = 44 if self.x_ahead else 12
+            weights = (44 if self.x_ahead else 12) + 4 * self.zero_points
         # what a copy takes, as far as sums that are done with do not cover it
         rest = 48 if self.copy is not None and (self.batch_tile <= 8 or self.element == INT4) else 32
         registers = sums + activations + weights + rest  # a thread, about what ptxas needs
