@@ -73,6 +73,11 @@ BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and 
 # where a slice has at most eight stages; 70B's have more.
 INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 ONE_IN_FLIGHT_STAGES = 8
+# The same where x comes by the ring to warps, or to warpgroups; and stages behind the first fill that are asked into L2
+# before the kernel before is done, by projection and sequences. Where nothing is said there is no bound, and none is.
+INT4_RING_IN_FLIGHT: dict[int, int] = {}
+WGMMA_IN_FLIGHT: dict[int, int] = {}
+INT4_FETCHED: dict[tuple[str, int], int] = {}
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 # Of the launch for all layers (docs/notebook/decode_layers.md, "What is served").
@@ -495,12 +500,14 @@ def _int4(
         chosen = replace(chosen, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     short = k <= ONE_IN_FLIGHT_STAGES * split_k * chosen.stage_k
-    in_flight = 0 if waves or chosen.x_in_ring else max(INT4_IN_FLIGHT[batch_tile], 1 if short else 2)
+    bounds = (WGMMA_IN_FLIGHT if chosen.wgmma else INT4_RING_IN_FLIGHT) if chosen.x_in_ring else INT4_IN_FLIGHT
+    in_flight = 0 if waves or batch_tile not in bounds else max(bounds[batch_tile], 1 if short else 2)
     return replace(
         chosen,
         next_at="lead" if waves else "start",
         rotate=waves,
         in_flight=in_flight if in_flight < chosen.stages else 0,
+        fetched=0 if waves else INT4_FETCHED.get((op, batch_tile), 0),
     )
 
 

@@ -50,7 +50,8 @@ class DecodeGemmSpec(KernelSpec):
     next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
     (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
-    With ``in_flight`` at most so many stages are under way, where x does not come by the ring; 0 leaves it to the ring.
+    With ``in_flight`` weights of at most so many stages are under way; 0 leaves it to the ring. So many stages as are
+    ``fetched``, behind those that the ring takes first, are asked into L2 while the kernel before is not done.
 
     E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
@@ -83,6 +84,7 @@ class DecodeGemmSpec(KernelSpec):
     rotate: bool = False
     max_registers: int = 0
     in_flight: int = 0
+    fetched: int = 0
     group_k: int = 0
     zero_points: bool = False
     gain_in_x: bool = False
@@ -134,9 +136,10 @@ class DecodeGemmSpec(KernelSpec):
             self._require_wgmma()
         self.require(self.stages >= 2, "a ring needs two stages")
         self.require(
-            self.in_flight == 0 or (0 < self.in_flight <= self.stages and not self.x_in_ring),
-            "in_flight is a number of stages of the ring, where lanes load x, or 0",
+            0 <= self.in_flight <= self.stages,
+            "in_flight is a number of stages of the ring, or 0",
         )
+        self.require(self.fetched >= 0, "fetched is a number of stages")
         self.require(self.x_ahead >= 0, "x_ahead is a number of stages, or 0 for x in the ring")
         self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
         self.require(self.max_registers % 8 == 0, "max_registers must be a multiple of 8: so they are handed out")
@@ -248,6 +251,7 @@ class DecodeGemmSpec(KernelSpec):
         shape += f"_v{self.vocab_size}" if self.vocab_size else ""
         groups = f"g{self.group_k}" + "z" * self.zero_points if self.group_k else ""
         under_way = f"_f{self.in_flight}" if self.in_flight else ""
+        under_way += f"_p{self.fetched}" if self.fetched else ""
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
@@ -286,7 +290,9 @@ class DecodeGemmSpec(KernelSpec):
         ring = self.stages * self.stage_bytes
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
         inbox = inbox_bytes(self.batch_tile, self.row_tiles, self.split_k)
-        return max(ring, partial) + self.stages * (32 if self.wgmma else 16) + inbox
+        alone = self.x_in_ring and 0 < self.in_flight < self.stages  # x has barriers of its own
+        barriers = 32 if self.wgmma else 24 if alone else 16
+        return max(ring, partial) + -(-self.stages * barriers // 16) * 16 + inbox
 
     @property
     def blocks_per_sm(self) -> int:
