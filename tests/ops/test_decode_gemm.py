@@ -22,6 +22,7 @@ from futransformer.generator.errors import InputError, UnsupportedError
 from futransformer.generator.heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import BF16, INT4, PRECISIONS, get_precision
+from futransformer.generator.render import render
 from futransformer.generator.schedules import MULTIPROCESSORS
 from futransformer.generator.specs import DecodeGemmSpec, Heads
 from futransformer.library import KernelLibrary
@@ -441,6 +442,19 @@ def test_x_of_a_bounded_ring_has_barriers_of_its_own() -> None:
     warpgroups = replace(plain, row_tiles=8, wgmma=True)
     assert replace(warpgroups, in_flight=2).shared_bytes == warpgroups.shared_bytes
     assert len({replace(plain, in_flight=a, fetched=b).name for a in (0, 2) for b in (0, 4)}) == 4
+
+
+def test_a_block_is_alone_by_what_it_is_given() -> None:
+    """Two no longer fit on a multiprocessor; nothing else is another, in the source neither."""
+    by_batch = make_plan(load_config("llama-3.1-8b"), "int4").decode["o"]
+    shared, whole = by_batch[8], by_batch[64]
+    assert (shared.alone, shared.blocks_per_sm) == (False, 2)
+    alone = replace(shared, alone=True)
+    assert 2 * (alone.shared_bytes + 1024) > 228 * 1024 >= alone.shared_bytes + 1024 + 112 * 1024
+    assert alone.blocks_per_sm == 1
+    assert alone.name == shared.name.replace("_f1_", "_f1_alone_")
+    assert render(alone).replace(alone.name, shared.name) == render(shared)
+    assert replace(whole, alone=True).shared_bytes == whole.shared_bytes, "more than half as it is"
 
 
 @pytest.mark.parametrize(
