@@ -37,7 +37,8 @@ prints its table with registers and spills.
 A kernel's name is also its entry point's, and says what it is: operation, architecture, elements, shape, tile, cluster
 (`c2x1`, with `k2` where it splits K), stages (`s4`), raster (`r8`), schedule, epilogue. Of decode GEMMs `b8` is the
 most sequences, `r12x512` row tiles of 16 columns by K of a stage, `c4` blocks of a cluster, `w1x4` warps by rows and K,
-`x2` how x is staged, `f1` stages under way.
+`x2` how x is staged, `f1` stages under way, `p2` stages behind the first fill that are asked into L2, `alone` that no
+two blocks share a multiprocessor.
 """
 
 

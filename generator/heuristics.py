@@ -73,6 +73,17 @@ BLOCK_BYTES = 65_536  # what a multiprocessor takes in while a block starts and 
 # where a slice has at most eight stages; 70B's have more.
 INT4_IN_FLIGHT = {4: 2, 8: 1, 16: 1, 32: 2}
 ONE_IN_FLIGHT_STAGES = 8
+# What follows is by projection and sequences, each as it was measured with 8B (us a layer of the chain of four).
+# The same where x comes by the ring to warps; nothing is bounded elsewhere (46.9, so 46.6; of one stage 49.5).
+INT4_RING_IN_FLIGHT = {("gate_up", 16): 2}
+# Stages behind the first fill that are asked into L2 before the kernel before is done (37.26, so 36.91; of five 39.1).
+INT4_FETCHED = {("gate_up", 8): 2}
+# Stages under way in blocks of clusters of two that are alone of their kind on a multiprocessor: two would be placed on
+# one while another has none (40.3; qkv so, by lanes, 38.9; down so, and not in a cluster of four, 37.8; o of 16
+# sequences 46.5, so 46.1). Not all places for clusters of four of whole multiprocessors exist (o of eight: 43.7).
+INT4_ALONE = {("qkv", 8): 2, ("down", 8): 2, ("o", 16): 1}
+LONG_STAGES = 4  # of a ring with x of 32 sequences (8B, down in the chain: of three 59.5 us a layer, of four 58.7)
+WGMMA_COPY_BLOCKS = 96  # at least, of those that write a copy
 FEW_BLOCKS = 3 * _MULTIPROCESSORS
 FEW_MAX_K = 4096  # to which one row tile a block was measured to be best
 # Of the launch for all layers (docs/notebook/decode_layers.md, "What is served").
@@ -228,7 +239,8 @@ def _of_units(
     Else that whose blocks run all at once and, as far as the plain kernel's do, are enough for every multiprocessor;
     then that whose busiest multiprocessor is done first. Of equals few row tiles, but many of INT4, where x is most of
     the traffic. 8B: four in clusters of four up to 8 sequences and of two above, in place of one and six; INT4 eight in
-    clusters of four, in place of six. Chosen by this arithmetic, not by measurement.
+    clusters of four, in place of six. Chosen by this arithmetic, not by measurement, but for INT4 of 16 sequences,
+    where shapes whose lanes load x come first (8B, a layer: 60.7 us, so 57.4), and of 32 (see _suits_wgmma).
     """
     if plain.row_tiles % unit == 0 and plain.batch_tile % plain.split_k == 0:
         return shaped(_Shape(plain.row_tiles, plain.split_k, copy))
@@ -238,13 +250,14 @@ def _of_units(
     shapes = product(range(unit, most + 1, unit), (1, 2, 4))
     tiles, steps = plain.n // ROW_TILE, plain.k // plain.step_k
 
-    def cost(spec: DecodeGemmSpec) -> tuple[bool, bool, int, int]:
+    def cost(spec: DecodeGemmSpec) -> tuple[bool, bool, bool, int, int]:
         whole = spec.split_k == 4 and spec.blocks_per_sm == 1  # see _int4
         crowded = whole or spec.blocks > spec.blocks_per_sm * _MULTIPROCESSORS
         own_bytes = spec.row_tiles * spec.weight_bytes(spec.k // spec.split_k)
         busiest = -(-spec.blocks // _MULTIPROCESSORS) * (own_bytes + BLOCK_BYTES)
-        too_few = spec.blocks < min(MIN_BLOCKS, plain.blocks)
-        return crowded, too_few, busiest, -spec.row_tiles if int4 else spec.row_tiles
+        too_few = spec.blocks < min(WGMMA_COPY_BLOCKS if spec.wgmma else MIN_BLOCKS, plain.blocks)
+        late = int4 and plain.batch_tile == 16 and spec.x_in_ring
+        return crowded, too_few, late, busiest, -spec.row_tiles if int4 else spec.row_tiles
 
     legal = [_Shape(rows, split, copy) for rows, split in shapes if tiles % rows == 0 and steps % split == 0]
     return min(map(shaped, legal), key=cost)
@@ -429,7 +442,9 @@ def _int4(
     tiles, units = n // ROW_TILE, k // group_k
     row_tiles, split_k = _wide(tiles, batch_tile, 1, most=14 if batch_tile >= 32 else 8) or 1, 1
     most = {4: 12, 8: 8}.get(batch_tile, 6)
-    for blocks in (4, 2) if row_tiles < MIN_ROW_TILES else ():
+    pairs = row_tiles < MIN_ROW_TILES <= 2 * row_tiles <= most and tiles % (2 * row_tiles) == units % 2 == 0
+    alone = pairs and shape is None and (op, batch_tile) in INT4_ALONE and tiles // row_tiles <= _MULTIPROCESSORS
+    for blocks in () if row_tiles >= MIN_ROW_TILES else (2,) if alone else (4, 2):
         if blocks * row_tiles <= most and tiles % (blocks * row_tiles) == 0 and units % blocks == 0:
             row_tiles, split_k = blocks * row_tiles, blocks
             break
@@ -438,11 +453,14 @@ def _int4(
     # Of units of less than 128 k lanes have several at a time, whose scales and sums spill beside x of more than eight
     # sequences.
     by_lanes = batch_tile <= 8 or (row_tiles <= {16: 6, 32: 4}.get(batch_tile, 0) and group_k >= 128)
+    alone = alone and by_lanes
     long = row_tiles <= MIN_ROW_TILES and k // split_k > FEW_MAX_K
+    least_stages = MIN_STAGES  # a multiprocessor to itself, before too short a ring
     if by_lanes and batch_tile == 32 and long and row_tiles % 2 == 0 and shape is None:
         # Of 32 sequences lanes hold one stage of x, which comes too late (8B, down: 19.0 us, through the ring 16.9).
         by_lanes = False
         warp_rows, warp_split = 2, 4
+        least_stages = LONG_STAGES if split_k > 1 else MIN_STAGES  # 70B's, in no cluster, were not measured
         steps = max(1, MAX_STAGE_K // (warp_split * group_k))
     elif by_lanes:
         warp_rows, warp_split = 1, 8 if batch_tile == 16 and long else 4
@@ -482,25 +500,30 @@ def _int4(
     inbox = inbox_bytes(batch_tile, row_tiles, split_k)
     fit = (shared_share(2) - inbox) // (two.stage_bytes + 16)
     # Of eight sequences two stages ahead take more registers than there are beside several units or zero points at a
-    # time, and of an odd number of stages.
-    lean = group_k >= 128 and not precision.zero_points
+    # time, and of an odd number of stages; where blocks are alone they gain nothing (8B, qkv: 37.5 us a layer
+    # either way).
+    lean = group_k >= 128 and not precision.zero_points and not alone
     ahead = 2 if batch_tile == 4 or (batch_tile == 8 and lean and of_slice % 2 == 0) else 1
-    ring = not by_lanes or (batch_tile == 8 and split_k == 2 and row_tiles > MIN_ROW_TILES)  # 8B, qkv: 7.6 us, not 8.1
+    # 8B, qkv: 7.6 us, by lanes 8.1, unless blocks are alone.
+    ring = not by_lanes or (batch_tile == 8 and split_k == 2 and row_tiles > MIN_ROW_TILES and not alone)
     if ring:
         stage_bytes = spec(2, 0).stage_bytes + 16
         fit, whole = ((shared_share(blocks) - inbox) // stage_bytes for blocks in (2, 1))
-        fit = max(fit, min(whole, MIN_STAGES))  # a multiprocessor to itself, before too short a ring
+        fit = max(fit, min(whole, least_stages))
     chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), 0 if ring else ahead)
-    if shape is None and _suits_wgmma(chosen):
-        chosen = replace(chosen, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
+    if _suits_wgmma(chosen):
+        return _by_warpgroups(chosen)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     short = k <= ONE_IN_FLIGHT_STAGES * split_k * chosen.stage_k
-    in_flight = 0 if waves or chosen.x_in_ring else max(INT4_IN_FLIGHT[batch_tile], 1 if short else 2)
+    bound = INT4_RING_IN_FLIGHT.get((op, batch_tile), 0) if chosen.x_in_ring else INT4_IN_FLIGHT[batch_tile]
+    in_flight = INT4_ALONE[op, batch_tile] if alone else bound and max(bound, 1 if short else 2)
     return replace(
         chosen,
         next_at="lead" if waves else "start",
         rotate=waves,
-        in_flight=in_flight if in_flight < chosen.stages else 0,
+        in_flight=in_flight if in_flight < chosen.stages and not waves else 0,
+        fetched=0 if waves else INT4_FETCHED.get((op, batch_tile), 0),
+        alone=alone,
     )
 
 
@@ -510,13 +533,30 @@ def _suits_wgmma(spec: DecodeGemmSpec) -> bool:
     A product of 64 rows takes as long as of fewer, so at most a quarter of the rows that they multiply may be repeats;
     and one warpgroup alone makes operands and multiplies by turns (8B at 32 and 64 sequences: gate_up of 14 row tiles
     26.2 and 34.0 us, by warps 28.7 and 52.8; qkv of six 10.4 and 14.3, and 10.7 and 16.6; o of four 8.8 and 14.0, and
-    8.1 and 11.0). A head, whose blocks come in eight waves, and shapes that write an INT4 copy were not measured.
+    8.1 and 11.0). A head, whose blocks come in eight waves, was not measured; shapes that write an INT4 copy were at 32
+    sequences, in 96 blocks that run all at once (8B, a layer: 75.2 us, by warps 76.4).
     """
     at_once = WGMMA_ROW_TILES * WGMMA_GROUPS
     multiplied = -(-spec.row_tiles // at_once) * at_once
     whole = spec.k % (spec.split_k * WGMMA_K) == 0
     full = 4 * spec.row_tiles >= 3 * multiplied
-    return spec.op != "lm_head" and spec.batch_tile >= 32 and spec.x_in_ring and whole and full
+    measured = spec.copy is None or (spec.batch_tile == 32 and WGMMA_COPY_BLOCKS <= spec.blocks <= _MULTIPROCESSORS)
+    return spec.op != "lm_head" and spec.batch_tile >= 32 and spec.x_in_ring and whole and full and measured
+
+
+def _by_warpgroups(spec: DecodeGemmSpec) -> DecodeGemmSpec:
+    """The same by two warpgroups. At 32 sequences, if all blocks run at once, one stage of gate_up's ring, and of one
+    beside a copy, is not under way; and where three are more than half of a multiprocessor's shared memory, so that no
+    other block would start beside this one, there are four (8B, gate_up in the chain: 60.6 us a layer, of three with
+    two under way 59.6, of four with three 59.3; qkv gains nothing by either).
+    """
+    spec = replace(spec, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
+    if spec.blocks > _MULTIPROCESSORS:
+        return replace(spec, next_at="lead", rotate=True)
+    if spec.batch_tile > 32 or (spec.op != "gate_up" and spec.copy is None):
+        return replace(spec, next_at="start")
+    longer = replace(spec, stages=spec.stages + (spec.shared_bytes > shared_share(2)))
+    return replace(longer, next_at="start", in_flight=longer.stages - 1)
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:

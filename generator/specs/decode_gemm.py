@@ -50,7 +50,10 @@ class DecodeGemmSpec(KernelSpec):
     next kernel may start: at this one's ``start``, at its ``end`` (with the last load), or with a ring of stages to go
     (``lead``). With ``rotate`` clusters begin at different stages of k and walk around. Where ``max_registers`` is not
     0, a thread takes no more, so that another kernel's blocks may start beside the one that a multiprocessor holds.
-    With ``in_flight`` at most so many stages are under way, where x does not come by the ring; 0 leaves it to the ring.
+    With ``in_flight`` weights of at most so many stages are under way; 0 leaves it to the ring. So many stages as are
+    ``fetched``, behind those that the ring takes first, are asked into L2 while the kernel before is not done.
+    A block that is ``alone`` shares a multiprocessor with other kernels' blocks only: it is given shared memory that it
+    does not use, and the code is the same.
 
     E4M3 weights have a scale a row, behind all codes, which the epilogue begins with.
     INT4 weights are units of ``group_k`` of K with scales of their own, and with ``zero_points``, if they have any
@@ -83,6 +86,8 @@ class DecodeGemmSpec(KernelSpec):
     rotate: bool = False
     max_registers: int = 0
     in_flight: int = 0
+    fetched: int = 0
+    alone: bool = False
     group_k: int = 0
     zero_points: bool = False
     gain_in_x: bool = False
@@ -134,9 +139,10 @@ class DecodeGemmSpec(KernelSpec):
             self._require_wgmma()
         self.require(self.stages >= 2, "a ring needs two stages")
         self.require(
-            self.in_flight == 0 or (0 < self.in_flight <= self.stages and not self.x_in_ring),
-            "in_flight is a number of stages of the ring, where lanes load x, or 0",
+            0 <= self.in_flight <= self.stages,
+            "in_flight is a number of stages of the ring, or 0",
         )
+        self.require(self.fetched >= 0, "fetched is a number of stages")
         self.require(self.x_ahead >= 0, "x_ahead is a number of stages, or 0 for x in the ring")
         self.require(self.next_at in ("start", "lead", "end"), "next_at must be start, lead or end")
         self.require(self.max_registers % 8 == 0, "max_registers must be a multiple of 8: so they are handed out")
@@ -226,10 +232,10 @@ class DecodeGemmSpec(KernelSpec):
     @property
     def instructions(self) -> tuple[str, ...]:
         """See KernelSpec.instructions."""
-        if self.wgmma:
-            return (f"HGMMA.64x{self.batch_tile}x16.F32.BF16", "UBLKCP", "LDS.128", "ACQBULK")
         multiply = "IMMA.16832.U8.S8" if self.element == INT4 and self.batch_tile <= 8 else "HMMA.16816.F32.BF16"
-        return (multiply, "UBLKCP", "LDS.128", "ACQBULK")
+        if self.wgmma:
+            multiply = f"HGMMA.64x{self.batch_tile}x16.F32.BF16"
+        return (multiply, "UBLKCP", *["UBLKPF"] * (self.fetched > 0), "LDS.128", "ACQBULK")
 
     @property
     def epilogue(self) -> tuple[str, ...]:
@@ -248,6 +254,8 @@ class DecodeGemmSpec(KernelSpec):
         shape += f"_v{self.vocab_size}" if self.vocab_size else ""
         groups = f"g{self.group_k}" + "z" * self.zero_points if self.group_k else ""
         under_way = f"_f{self.in_flight}" if self.in_flight else ""
+        under_way += f"_p{self.fetched}" if self.fetched else ""
+        under_way += "_alone" * self.alone
         return (
             f"decode_gemm_{self.op}_sm90_{self.element.name}{groups}_{shape}_b{self.batch_tile}_r{self.row_tiles}"
             f"x{self.stage_k}_c{self.split_k}_w{self.warp_rows}x{self.warp_split}_s{self.stages}_x{self.x_ahead}"
@@ -282,15 +290,27 @@ class DecodeGemmSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
+        """What is used; of a block that is alone more than half of a multiprocessor's."""
+        return max(self.used_bytes, shared_share(2) + 16) if self.alone else self.used_bytes
+
+    @property
+    def used_bytes(self) -> int:
         """The ring, later the partial sums (four floats of padding a row); barriers; a cluster's sums."""
         ring = self.stages * self.stage_bytes
         partial = self.warp_split * self.batch_tile * (self.block_rows + 4) * 4
         inbox = inbox_bytes(self.batch_tile, self.row_tiles, self.split_k)
-        return max(ring, partial) + self.stages * (32 if self.wgmma else 16) + inbox
+        apart = self.x_in_ring and 0 < self.in_flight < self.stages  # x has barriers of its own
+        barriers = 32 if self.wgmma else 24 if apart else 16
+        return max(ring, partial) + -(-self.stages * barriers // 16) * 16 + inbox
 
     @property
     def blocks_per_sm(self) -> int:
         """Two where they fit, up to eight sequences three: one fills its ring while another ends. With wgmma one."""
+        # Lanes are done with x when a copy is made, which takes its registers (8B at 16 sequences: 147, without 141).
+        return 1 if self.alone else self._fitting(copy_registers=16 * (self.x_in_ring or self.batch_tile <= 8))
+
+    def _fitting(self, copy_registers: int = 16) -> int:
+        """Blocks that fit if none is alone; registers of a thread are bounded by it, with what a copy may take."""
         if self.wgmma:
             return 1
         sums = self.row_tiles // self.warp_rows * self.batch_tile // 2
@@ -304,19 +324,22 @@ class DecodeGemmSpec(KernelSpec):
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = (44 if self.x_ahead else 12) + 4 * self.zero_points
         # what a copy takes, as far as sums that are done with do not cover it
-        rest = 48 if self.copy is not None and (self.batch_tile <= 8 or self.element == INT4) else 32
+        copied = self.copy is not None and (self.batch_tile <= 8 or self.element == INT4)
+        rest = 32 + copied * copy_registers
         registers = sums + activations + weights + rest  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
             warps = -(-blocks * (self.warps + 1) // SCHEDULERS)  # on the fullest scheduler
-            return warps * registers <= SCHEDULER_REGISTERS and self.shared_bytes <= shared_share(blocks)
+            return warps * registers <= SCHEDULER_REGISTERS and self.used_bytes <= shared_share(blocks)
 
         return next((blocks for blocks in ((3, 2) if self.batch_tile == 8 else (2,)) if fit(blocks)), 1)
 
     @property
     def bounds(self) -> str:
         """See KernelSpec.bounds; the compiler takes one of the two."""
-        return f"__maxnreg__({self.max_registers})" if self.max_registers else super().bounds
+        if self.max_registers:
+            return f"__maxnreg__({self.max_registers})"
+        return f"__launch_bounds__({self.threads}, {self._fitting()})"
 
     @property
     def sumsq_parts(self) -> int:

@@ -55,10 +55,13 @@ ASYMMETRIC = make_plan(load_config("llama-3.1-8b"), "int4-g64-asym")
 INT4_DECODE = (
     LARGE_INT4.decode["gate_up"][4],
     LARGE_INT4.decode["qkv"][8],
+    LARGE_INT4.decode["gate_up"][8],
     LARGE_INT4.decode["o"][16],
+    LARGE_INT4.decode["gate_up"][16],
     LARGE_INT4.decode["down"][32],
     ASYMMETRIC.decode["down"][8],
     LARGE_INT4.decode["qkv"][32],
+    LARGE_INT4.decode["gate_up"][32],
     LARGE_INT4.decode["gate_up"][64],
     ASYMMETRIC.decode["gate_up"][64],
     # Units of less than 128 k, and zero points, leave lanes that load x the fewest registers.
@@ -66,6 +69,9 @@ INT4_DECODE = (
     ASYMMETRIC.decode["o"][32],
     make_plan(load_config("llama-3-70b"), "int4-g64-asym").decode["qkv"][16],
     make_plan(load_config("llama-3.2-3b"), "int4-asym").decode["down"][8],
+    # Of a copy too: by lanes, of which two blocks share a multiprocessor, and by warpgroups.
+    make_plan(load_config("llama-3.1-8b"), "int4-asym-kv4").decode["qkv"][16],
+    make_plan(load_config("llama-3.1-8b"), "int4-g64-asym-kv4").decode["qkv"][32],
 )
 # Prefill's writers of an INT4 copy: a tile's sums, and K and V behind them, in the registers that there are.
 COPIES = tuple(

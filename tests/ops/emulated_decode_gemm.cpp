@@ -225,19 +225,21 @@ void compare(int m) {
 }
 
 template <class Element, int N, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster,
-          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false, int InFlight = Stages>
+          int Stages, int StageK, int XAhead = 0, NextAt Next = NextAt::End, bool Rotate = false, int InFlight = Stages,
+          int Fetched = 0>
 void check_of(int m) {
   using Gemm = futransformer::DecodeGemm<Element, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK,
-                                         XAhead, Next, Rotate, InFlight>;
+                                         XAhead, Next, Rotate, InFlight, Fetched>;
   compare<Gemm, Element, N, K, BatchTile, RowTiles, WarpRows, WarpSplit, Cluster, Stages, StageK, InFlight>(m);
 }
 template <int GroupK, bool ZeroPoints, int N, int K, int BatchTile, int RowTiles, int GroupRows, int GroupSplit,
-          int Cluster, int Stages, int StageK, NextAt Next = NextAt::Start, bool Rotate = false>
+          int Cluster, int Stages, int StageK, NextAt Next = NextAt::Start, bool Rotate = false, int InFlight = Stages,
+          int Fetched = 0>
 void check_wgmma(int m) {
   using Element = futransformer::Int4<GroupK, ZeroPoints>;
   using Gemm = futransformer::DecodeGemmWgmma<Element, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages,
-                                              StageK, Next, Rotate>;
-  compare<Gemm, Element, N, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages, StageK, Stages>(m);
+                                              StageK, Next, Rotate, InFlight, Fetched>;
+  compare<Gemm, Element, N, K, BatchTile, RowTiles, GroupRows, GroupSplit, Cluster, Stages, StageK, InFlight>(m);
 }
 template <auto... Tiling>
 void check(int m) {
@@ -309,6 +311,15 @@ int main() {
   check_int4<128, false, 128, 4096, 8, 8, 1, 4, 4, 2, 512, 2, NextAt::Start, false, 1>(5);
   check_int4<128, true, 64, 6400, 16, 4, 1, 8, 2, 3, 1024, 1, NextAt::Start, false, 1>(16);
 
+  // The same where x comes by the ring, and has barriers of its own.
+  check_int4<128, false, 112, 4096, 16, 7, 7, 1, 1, 5, 256, 0, NextAt::Start, false, 1>(13);
+  check_int4<128, false, 128, 7168, 32, 4, 2, 4, 2, 3, 512, 0, NextAt::Start, false, 2>(32);
+  check_int4<64, true, 64, 1536, 8, 4, 2, 2, 2, 3, 256, 0, NextAt::Lead, true, 1>(7);  // walks of k, integers
+  check_int4<128, true, 192, 4096, 16, 12, 6, 1, 4, 3, 256, 0, NextAt::Start, false, 2, 9>(16);  // fetched to the end
+  check_int4<32, false, 64, 608, 16, 4, 2, 1, 1, 3, 128, 0, NextAt::End, false, 1, 2>(9);  // a short last stage
+
+  check_wgmma<128, false, 224, 2048, 32, 14, 2, 1, 1, 3, 256, NextAt::Start, false, 1>(32);
+  check_wgmma<64, true, 256, 1024, 64, 8, 2, 1, 1, 3, 256, NextAt::Lead, true, 2, 1>(33);
   check_wgmma<128, false, 224, 1024, 32, 14, 2, 1, 1, 3, 256>(32);  // as it is planned; some rows twice
   check_wgmma<128, true, 96, 1024, 64, 6, 2, 1, 2, 3, 256>(50);     // in a cluster, and zero points
   check_wgmma<64, true, 256, 1024, 64, 8, 2, 1, 1, 3, 256, NextAt::Lead, true>(33);  // a ring that turns, walks of k

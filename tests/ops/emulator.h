@@ -774,6 +774,11 @@ inline void wait_for_previous_kernel() {
   emulator::previous_kernel(true);
 }
 inline void allow_next_kernel() { ++emulator::block->let_go; }
+inline void fetch_bulk(void const* source, int bytes) {
+  emulator::expect(bytes > 0 && bytes % 16 == 0 && uintptr_t(source) % 16 == 0, "a misaligned fetch");
+  static_cast<void>(*static_cast<unsigned char const volatile*>(source));  // faults where it is nobody's memory
+  static_cast<void>(static_cast<unsigned char const volatile*>(source)[bytes - 1]);
+}
 inline void load_bulk_once(void* target, void const* source, int bytes,
                            cutlass::arch::ClusterTransactionBarrier& full) {
   emulator::copy_bytes(target, source, bytes, full.state);

@@ -21,4 +21,9 @@ CUTLASS_DEVICE void load_bulk_once(void* target, void const* source, int bytes,
       : "memory");
 }
 
+// Ask for the same to be brought into L2: nobody is told when it is there.
+CUTLASS_DEVICE void fetch_bulk(void const* source, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(source), "r"(bytes) : "memory");
+}
+
 }  // namespace futransformer

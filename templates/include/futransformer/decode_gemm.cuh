@@ -45,10 +45,10 @@
 namespace futransformer {
 
 template <class Element, int K, int BatchTile, int RowTiles, int WarpRows, int WarpSplit, int Cluster, int Stages,
-          int StageK, int XAhead, NextAt Next, bool Rotate, int InFlight>
+          int StageK, int XAhead, NextAt Next, bool Rotate, int InFlight, int Fetched = 0>
 struct DecodeGemm {
   using Weight = WeightFragment<Element>;
-  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate, InFlight>;
+  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate, InFlight, Fetched>;
   using Cursor = typename Ring::Cursor;
   using Barrier = typename Ring::Barrier;
 
@@ -72,6 +72,7 @@ struct DecodeGemm {
   static constexpr int kStepScales = kStepBytes - kStepK / kLoadK * kLanes * int(sizeof(typename Weight::Load));
 
   static constexpr bool kXInRing = XAhead == 0;
+  static constexpr bool kXAlone = kXInRing && Ring::kBounded;  // a barrier of its own tells that x is there
   static constexpr int kXBytes = kXInRing ? int(sizeof(typename Ring::Box)) : 0;  // of a stage
   static constexpr int kRound = kXInRing ? 1 : XAhead;  // stages whose activations a lane holds at a time
   using X = std::conditional_t<kXInRing, CUtensorMap, bf16> const*;
@@ -84,7 +85,6 @@ struct DecodeGemm {
   static_assert(K % (Cluster * kStepK) == 0, "a slice of K must be whole steps");
   static_assert(StageK % (WarpSplit * kStepK) == 0, "every warp takes whole steps of a stage");
   static_assert(RowTiles % WarpRows == 0, "row tiles must divide among warps");
-  static_assert(InFlight == Stages || !kXInRing, "what is under way can be told only where x does not come with it");
   static_assert(BatchTile % kTileBatch == 0 || (kSplit && kPaired), "four sequences are for integers");
 
   template <int Bytes>
@@ -111,7 +111,10 @@ struct DecodeGemm {
     alignas(16) Barrier full[Stages];  // a stage's bytes have arrived
     Barrier empty[Stages];             // all lanes of the consumer warps have read it
   };
-  using Shared = typename Frame::template Shared<OneBlock>;
+  struct OneBlockOfX : OneBlock {
+    alignas(16) Barrier landed[Stages];  // a stage's x has arrived
+  };
+  using Shared = typename Frame::template Shared<std::conditional_t<kXAlone, OneBlockOfX, OneBlock>>;
   static constexpr int kSharedBytes = sizeof(Shared);
 
   using Activation = std::conditional_t<kPaired, SplitFragment, ActivationFragment>;
@@ -129,6 +132,7 @@ struct DecodeGemm {
       for (int slot = 0; slot < Stages; ++slot) {
         shared.full[slot].init(1);
         shared.empty[slot].init(kConsumers * kLanes);
+        if constexpr (kXAlone) shared.landed[slot].init(1);
       }
     };
     auto const work = [&](auto const& prepare) {
@@ -144,18 +148,28 @@ struct DecodeGemm {
  private:
   // One thread: the block's slice of its row tiles, and of x if it goes this way.
   CUTLASS_DEVICE static void stream(Shared& shared, X x, void const* weight) {
-    if constexpr (kXInRing) cute::prefetch_tma_descriptor(x);
+    if constexpr (kXInRing && !kXAlone) cute::prefetch_tma_descriptor(x);
     unsigned char const* const tiles = Ring::slice(weight);
     auto const load_weights = [&](int slot, int stage) {
-      Ring::load_weights(shared.ring[slot].weight, shared.full[slot], stage, tiles, kXBytes);
+      Ring::load_weights(shared.ring[slot].weight, shared.full[slot], stage, tiles, kXAlone ? 0 : kXBytes);
     };
     auto const load_x = [&](int slot, int stage) {
-      if constexpr (kXInRing) Ring::load_x(shared.ring[slot].x, shared.full[slot], stage, x);
+      if constexpr (kXAlone) {
+        load_x_alone(shared, x, slot, stage);
+      } else if constexpr (kXInRing) {
+        Ring::load_x(shared.ring[slot].x, shared.full[slot], stage, x);
+      }
     };
-    Ring::stream(shared.full, shared.empty, load_weights, load_x, [&](int slot, int stage) {
+    Ring::stream(shared.full, shared.empty, tiles, load_weights, load_x, [&](int slot, int stage) {
       load_weights(slot, stage);
       load_x(slot, stage);
     });
+  }
+
+  // One thread: x of a stage, which its own barrier tells of.
+  CUTLASS_DEVICE static void load_x_alone(Shared& shared, X x, int slot, int stage) {
+    shared.landed[slot].arrive_and_expect_tx(kXBytes);
+    Ring::load_x(shared.ring[slot].x, shared.landed[slot], stage, x);
   }
 
   using Block = Words[kBlockGroups][kBatchTiles];  // a lane's activations of one block
@@ -177,6 +191,13 @@ struct DecodeGemm {
       CUTLASS_PRAGMA_UNROLL
       for (int stage = 0; stage < kRound; ++stage) load_x(x, m, stage, turned, split, lane, operands[stage]);
     }
+    if constexpr (kXAlone) {
+      if (warp == 0 && lane == 0) {
+        cute::prefetch_tma_descriptor(x);
+        Ring::begin_x([&](int slot, int stage) { load_x_alone(shared, x, slot, stage); });
+      }
+      __syncwarp();
+    }
     if constexpr (kPrepareFirst) prepare();
     Cursor cursor;
     int read = 0;  // slot of the stage before
@@ -187,6 +208,7 @@ struct DecodeGemm {
         int const stage = first + turn;
         if (kNumStages % kRound != 0 && stage >= kNumStages) break;
         wait(shared.full[cursor.slot], cursor.parity);
+        if constexpr (kXAlone) wait(shared.landed[cursor.slot], cursor.parity);
         // Only now is the stage before given back: its products have been issued, so its loads have returned. Right
         // behind the loads, an arrival overtakes those that still queue, and the producer overwrites what they are
         // about to read. Every lane speaks for its own reads: nothing needs to order one lane's before another's arrival.

@@ -25,10 +25,10 @@
 namespace futransformer {
 
 template <class Element, int K, int BatchTile, int RowTiles, int GroupRows, int GroupSplit, int Cluster, int Stages,
-          int StageK, NextAt Next, bool Rotate>
+          int StageK, NextAt Next, bool Rotate, int InFlight = Stages, int Fetched = 0>
 struct DecodeGemmWgmma {
   using Weight = WeightFragment<Element>;
-  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate>;
+  using Ring = DecodeRing<Element, K, BatchTile, RowTiles, Cluster, Stages, StageK, Next, Rotate, InFlight, Fetched>;
   using Cursor = typename Ring::Cursor;
   using Barrier = typename Ring::Barrier;
   using WarpBarrier = cutlass::arch::ClusterBarrier;
@@ -94,7 +94,7 @@ struct DecodeGemmWgmma {
       if (warp < kConsumers) {
         multiply(shared, warp, lane, sums, prepare);
       } else if (warp < kConsumers + kConverters) {
-        convert(shared, warp - kConsumers, lane);
+        convert(shared, x, warp - kConsumers, lane);
       } else if (lane == 0) {
         stream(shared, x, weight);
       }
@@ -110,22 +110,29 @@ struct DecodeGemmWgmma {
     auto const load_weights = [&](int slot, int stage) {
       Ring::load_weights(shared.ring.weight[slot], shared.full[slot], stage, tiles, 0);
     };
-    auto const load_x = [&](int slot, int stage) {
-      shared.landed[slot].arrive_and_expect_tx(sizeof(typename Ring::Box));
-      Ring::load_x(shared.ring.x[slot], shared.landed[slot], stage, x);
-    };
-    Ring::stream(shared.full, shared.empty, load_weights, load_x, [&](int slot, int stage) {
+    auto const load_x = [&](int slot, int stage) { DecodeGemmWgmma::load_x(shared, x, slot, stage); };
+    Ring::stream(shared.full, shared.empty, tiles, load_weights, load_x, [&](int slot, int stage) {
       load_x(slot, stage);
       load_weights(slot, stage);
     });
   }
 
+  // One thread: x of a stage.
+  CUTLASS_DEVICE static void load_x(Shared& shared, X x, int slot, int stage) {
+    shared.landed[slot].arrive_and_expect_tx(sizeof(typename Ring::Box));
+    Ring::load_x(shared.ring.x[slot], shared.landed[slot], stage, x);
+  }
+
   // A warp transposes the words of eight rows and 32 k at a time: word c of a row's t-th 16 bytes becomes word t of its
   // c-th, at the place that the 64-byte swizzle gives it. No two lanes meet in a bank.
-  CUTLASS_DEVICE static void convert(Shared& shared, int warp, int lane) {
+  CUTLASS_DEVICE static void convert(Shared& shared, X x, int warp, int lane) {
     constexpr int kBlocks = Ring::kStageGroups * kBatchTiles;  // of eight rows, consecutive in shared memory
     constexpr int kAtOnce = 4;
     int const row = lane / 4, t = lane % 4;
+    if constexpr (Ring::kBounded) {
+      if (warp == 0 && lane == 0) Ring::begin_x([&](int slot, int stage) { load_x(shared, x, slot, stage); });
+      __syncwarp();
+    }
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = 0; stage < kNumStages; ++stage, cursor.advance()) {

@@ -2,8 +2,9 @@
 //
 // Blocks of a cluster have an equal slice of K of RowTiles row tiles each. One thread asks for a slice's stages of StageK k,
 // at most Stages ahead of those who multiply, and with at most InFlight of them under way: what is asked for beyond what
-// memory needs to be busy only delays what others wait for, the activations of the kernel before above all. With Rotate,
-// clusters begin at different stages and walk around.
+// memory needs to be busy only delays what others wait for, the activations of the kernel before above all. Fetched stages
+// behind the first fill are asked into L2 while the kernel before is not done: memory works on, and they are not in the way
+// of what comes from L2. With Rotate, clusters begin at different stages and walk around.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -22,7 +23,7 @@ namespace futransformer {
 enum class NextAt { Start, Lead, End };
 
 template <class Element, int K, int BatchTile, int RowTiles, int Cluster, int Stages, int StageK, NextAt Next, bool Rotate,
-          int InFlight = Stages>
+          int InFlight = Stages, int Fetched = 0>
 struct DecodeRing {
   using Weight = WeightFragment<Element>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -31,6 +32,8 @@ struct DecodeRing {
   static constexpr int kNumStages = (kSliceK + StageK - 1) / StageK;
   static constexpr int kAhead = Stages < kNumStages ? Stages : kNumStages;  // stages that fit before any is read
   static_assert(0 < InFlight && InFlight <= Stages, "at least a stage is under way, at most as many as the ring holds");
+  static constexpr bool kBounded = InFlight < Stages;
+  static constexpr int kFetched = kAhead + Fetched < kNumStages ? kAhead + Fetched : kNumStages;
 
   static constexpr int kSliceBytes = kSliceK / Weight::kUnitK * Weight::kUnitBytes;  // of one row tile
   static constexpr int kRowTileBytes = Cluster * kSliceBytes;
@@ -67,15 +70,17 @@ struct DecodeRing {
   CUTLASS_DEVICE static bool inside(int k) { return kSliceK % StageK == 0 || k < kSliceK; }
 
   // One thread. Each of the three loads a stage into a slot: its weights, its x, and both where others have read the slot.
-  // InFlight is for a ring without x: with it `full` waits for what is asked for only behind the first fill.
+  // With a bound `full` is of the weights alone, which are told of by it when x has not been asked for yet; x of the first
+  // fill is then asked for by another thread (begin_x), for this one may wait for weights when x is there to be read.
   template <class EmptyBarrier, class LoadWeights, class LoadX, class Refill>
   CUTLASS_DEVICE static void stream(Barrier const (&full)[Stages], EmptyBarrier const (&empty)[Stages],
-                                    LoadWeights const& load_weights, LoadX const& load_x, Refill const& refill) {
+                                    unsigned char const* tiles, LoadWeights const& load_weights, LoadX const& load_x,
+                                    Refill const& refill) {
     if constexpr (Next == NextAt::Start) allow_next_kernel();
     int const turned = first_stage();
     Cursor arriving;  // what must be there before `stage` is asked for
     auto const await_earlier = [&](int stage) {
-      if (InFlight == Stages || stage < InFlight) return;
+      if (!kBounded || stage < InFlight) return;
       wait(full[arriving.slot], arriving.parity);
       arriving.advance();
     };
@@ -85,19 +90,37 @@ struct DecodeRing {
       await_earlier(stage);
       load_weights(stage, place(stage, turned));
     }
-    wait_for_previous_kernel();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int stage = 0; stage < kAhead; ++stage) load_x(stage, place(stage, turned));
+    for (int stage = kAhead; stage < kFetched; ++stage) fetch_weights(place(stage, turned), tiles);
+    wait_for_previous_kernel();
+    if constexpr (!kBounded) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int stage = 0; stage < kAhead; ++stage) load_x(stage, place(stage, turned));
+    }
     constexpr int kLead = kNumStages - Stages > kAhead ? kNumStages - Stages : kAhead;
     Cursor cursor;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int stage = kAhead; stage < kNumStages; ++stage, cursor.advance()) {
       if (Next == NextAt::Lead && stage == kLead) allow_next_kernel();
       wait(empty[cursor.slot], cursor.parity);
-      await_earlier(stage);
-      refill(cursor.slot, place(stage, turned));
+      if constexpr (kBounded) {
+        load_x(cursor.slot, place(stage, turned));
+        await_earlier(stage);
+        load_weights(cursor.slot, place(stage, turned));
+      } else {
+        refill(cursor.slot, place(stage, turned));
+      }
     }
     if constexpr (Next == NextAt::End || (Next == NextAt::Lead && kLead >= kNumStages)) allow_next_kernel();
+  }
+
+  // One thread, of those that do not stream: x of the first fill, as soon as the kernel before is done.
+  template <class LoadX>
+  CUTLASS_DEVICE static void begin_x(LoadX const& load_x) {
+    int const turned = first_stage();
+    wait_for_previous_kernel();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int stage = 0; stage < kAhead; ++stage) load_x(stage, place(stage, turned));
   }
 
   // This block's slice of its row tiles.
@@ -116,6 +139,13 @@ struct DecodeRing {
     for (int tile = 0; tile < RowTiles; ++tile) {
       load_bulk_once(weights[tile], tiles + size_t(tile) * kRowTileBytes + begin, bytes, full);
     }
+  }
+
+  CUTLASS_DEVICE static void fetch_weights(int stage, unsigned char const* tiles) {
+    int const begin = stage * kChunkBytes;
+    int const bytes = kSliceBytes - begin < kChunkBytes ? kSliceBytes - begin : kChunkBytes;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int tile = 0; tile < RowTiles; ++tile) fetch_bulk(tiles + size_t(tile) * kRowTileBytes + begin, bytes);
   }
 
   CUTLASS_DEVICE static void load_x(Box& box, Barrier& full, int stage, CUtensorMap const* x) {
