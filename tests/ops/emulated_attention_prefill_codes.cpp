@@ -76,8 +76,8 @@ void check(int tiles) {
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < 2; ++stage) {
-        shared.behind.full[stage].init(1), shared.behind.empty[stage].init(3);
-        barriers.k_full[stage].init(3), barriers.v_full[stage].init(3);
+        shared.behind.full[stage].init(1), shared.behind.empty[stage].init(3 * 32);
+        barriers.k_full[stage].init(3 * 32), barriers.v_full[stage].init(3 * 32);
         barriers.k_empty[stage].init(1), barriers.v_empty[stage].init(1);
       }
     }
