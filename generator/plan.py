@@ -96,6 +96,8 @@ def make_plan(
     """
     row = get_precision(precision)
     heads = config.heads
+    if row.copy is not None:
+        row.copy.groups(heads.head_dim)  # refuses what is no whole group or block
     shapes = projections(config)
     gather_rows = {
         "prefill": GatherRowsSpec(BF16, config.hidden_size),

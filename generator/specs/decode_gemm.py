@@ -322,11 +322,11 @@ class DecodeGemmSpec(KernelSpec):
             weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
-            weights = (44 if self.x_ahead else 12) + 4 * self.zero_points
+            weights = (44 if self.x_ahead else 12) + 4 * self.zero_points + 8 * (self.group_k < 64)
         # what a copy takes, as far as sums that are done with do not cover it
         copied = self.copy is not None and (self.batch_tile <= 8 or self.element == INT4)
         rest = 32 + copied * copy_registers
-        registers = sums + activations + weights + rest  # a thread, about what ptxas needs
+        registers = -(-(sums + activations + weights + rest) // 8) * 8  # a thread, about what ptxas needs
 
         def fit(blocks: int) -> bool:
             warps = -(-blocks * (self.warps + 1) // SCHEDULERS)  # on the fullest scheduler

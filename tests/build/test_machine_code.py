@@ -69,6 +69,8 @@ INT4_DECODE = (
     ASYMMETRIC.decode["o"][32],
     make_plan(load_config("llama-3-70b"), "int4-g64-asym").decode["qkv"][16],
     make_plan(load_config("llama-3.2-3b"), "int4-asym").decode["down"][8],
+    make_plan(load_config("llama-3.1-8b"), "int4-g32-kv4-head").decode["qkv"][16],
+    make_plan(load_config("llama-3.1-405b"), "int4-g32").decode["qkv"][32],
     # Of a copy too: by lanes, of which two blocks share a multiprocessor, and by warpgroups.
     make_plan(load_config("llama-3.1-8b"), "int4-asym-kv4").decode["qkv"][16],
     make_plan(load_config("llama-3.1-8b"), "int4-g64-asym-kv4").decode["qkv"][32],
@@ -92,7 +94,14 @@ FP8_DECODE = (
     LARGE_FP8_DECODE.decode["down"][64],
     LARGE_FP8_DECODE.decode["lm_head"][8],
 )
-LAYERS = [make_plan(load_config(model), "int4-kv4").decode_layers for model in ("llama-3.1-8b", "llama-3-70b")]
+LAYERS = [
+    make_plan(load_config(model), precision).decode_layers
+    for model, precision in (
+        ("llama-3.1-8b", "int4-kv4"),
+        ("llama-3-70b", "int4-kv4"),
+        ("llama-3.2-1b", "int4-g32-asym-kv4-head-h64"),
+    )
+]
 assert all(LAYERS)
 PLANNED = (
     *one_of_each(SMALL),
