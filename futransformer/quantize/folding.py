@@ -12,7 +12,7 @@ discrete Hartley matrix: orthogonal and its own inverse for any size) and random
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,16 +76,16 @@ class Folding:
         """The embedding [vocab_size, hidden_size], BF16: where the stream begins."""
         return self._table(checkpoint.embedding()) if self.residual_rotation else checkpoint.embedding()
 
-    def ends(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The embedding, the last norm, and the head, if it is apart; where the stream is rotated, it is."""
-        if not self.residual_rotation:
-            names = [EMBEDDING, FINAL_NORM, *([HEAD] if HEAD in checkpoint else [])]
-            return {name: checkpoint.read(name) for name in names}
-        return {
-            EMBEDDING: self.embedding(checkpoint),
-            FINAL_NORM: torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16),
-            HEAD: self._table(checkpoint.lm_head()),
-        }
+    def ends(self, checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
+        """What stands apart from the layers, a shard at a time: the embedding; the last norm, and the head if it is
+        apart, as it is where the stream is rotated.
+        """
+        yield {EMBEDDING: self.embedding(checkpoint)}
+        if self.residual_rotation:
+            ones = torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16)
+            yield {FINAL_NORM: ones, HEAD: self._table(checkpoint.lm_head())}
+        else:
+            yield {name: checkpoint.read(name) for name in (FINAL_NORM, HEAD) if name in checkpoint}
 
     def _table(self, rows: Tensor) -> Tensor:
         return torch.cat(

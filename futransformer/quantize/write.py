@@ -8,8 +8,9 @@ futransformer.json beside it has the method and the sha256 of every file. Of our
 that the model is made for, and what an FP8 prefill reads lies beside it: codes of the same weights before they were
 INT4, and scales of activations.
 
-One shard a layer, written whole or not at all, into a folder beside OUT whose name is of the job; what is there when a
-job begins again is kept. One process at a time works on a job. At no time is more than one layer in memory.
+One shard a layer, one for the embedding and one for the head, written whole or not at all, into a folder beside OUT
+whose name is of the job; what is there when a job begins again is kept. One process at a time works on a job. At no time
+is more than one layer, or one shard and its bytes, in memory.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from futransformer.quantize.recipe import Fp8Recipe
 from futransformer.quantize.stored import StoredWeights, weights_tensors
 
 WHAT = "quantised model"
+ENDS = 2  # shards beside the layers'
 
 # A folder without a description, and a recipe without scales -> scales, and where they come from in JSON's types.
 Fp8Reader = Callable[[Path, Fp8Recipe], tuple[ActivationScales, Mapping[str, Any]]]
@@ -132,10 +134,10 @@ def write_quantised(
     folded = [folding.residual_rotation, folding.value_rotation, folding.keep_gains]
     job = _job(source, [groups, folded, method, own.precision.weight_scales if own and own.fp8 else None])
     partial = there.parent / f".{there.name}-{job}.partial"
-    shards = [f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
+    shards = [f"model-{index + 1:05}-of-{count + ENDS:05}.safetensors" for index in range(count + ENDS)]
     layers = [
         _Layer(partial / shard, partial / f"fp8_weights-{index + 1:05}-of-{count:05}.safetensors")
-        for index, shard in enumerate(shards[:-1])
+        for index, shard in enumerate(shards[:count])
     ]
     kept = f"finished layers are kept in {partial}, for the same command to go on from them"
     with (
@@ -172,7 +174,8 @@ def write_quantised(
                 left = spent / written * (count - index - 1) if written else None
                 progress(Progress(index + 1, count, left))
         del working  # and with it what it holds of a calibration text
-        write_whole(partial / shards[-1], save(folding.ends(checkpoint), {"format": "pt"}))
+        for shard, tensors in zip(shards[count:], folding.ends(checkpoint), strict=True):
+            write_whole(partial / shard, save(tensors, {"format": "pt"}))
         assemble(source, partial, shards, groups, tied=config.tie_word_embeddings and not folding.residual_rotation)
         described = {**method, "group_size": groups.group_size, "zero_points": groups.zero_points, "errors": errors}
         seal(partial, {**_own_sections(own, partial, layers), INT4_SECTION: described})

@@ -34,7 +34,7 @@ from tests.formats.writers import words_of
 
 TOKENS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(4))
 ASYMMETRIC = Groups(64, zero_points=True)
-SHARDS = [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
+SHARDS = [f"model-0000{index}-of-00004.safetensors" for index in (1, 2, 3, 4)]
 
 
 def nearest(groups: Groups) -> Callable[[Checkpoint], Nearest]:
