@@ -9,8 +9,8 @@ that the model is made for, and what an FP8 prefill reads lies beside it: codes 
 INT4, and scales of activations.
 
 One shard a layer, one for the embedding and one for the head, written whole or not at all, into a folder beside OUT
-whose name is of the job; what is there when a job begins again is kept. One process at a time works on a job. At no time
-is more than one layer, or one shard and its bytes, in memory.
+whose name is of the job; what is there when a job begins again is kept. One process at a time works on a job. At no
+time is more than one layer, or one shard and its bytes, in memory.
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ def test_every_kernel_of_every_plan_can_be_launched(config: LlamaConfig, precisi
         assert spec.instructions, "every kernel promises what it is made of"
 
 
+def test_hadamard_blocks_wider_than_a_head_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="heads of 64 features are no whole Hadamard blocks"):
+        make_plan(CONFIGS["llama-3.2-1b"], "bf16-kv4-h128")
+
+
 @pytest.mark.parametrize("precision", [name for name, row in PRECISIONS.items() if row.prefill == E4M3])
 def test_the_kernels_beside_an_fp8_prefill_are_those_of_bf16(precision: str) -> None:
     """So they are built once for both."""
@@ -103,8 +108,6 @@ def test_the_kernels_beside_an_fp8_prefill_are_those_of_bf16(precision: str) -> 
     assert mixed.prefill_bf16 == {op: specs for op, specs in bf16.prefill.items() if op != "lm_head"}
     assert mixed.attention_prefill_bf16 == bf16.attention_prefill
     assert set(mixed.specs()) == set(fp8.specs()) | set(bf16.specs())
-    with pytest.raises(UnsupportedError, match="heads of 64 features are no whole Hadamard blocks"):
-        make_plan(load_config("llama-3.2-1b"), "bf16-kv4-h128")
     with pytest.raises(UnsupportedError, match="bf16 reads prompts in BF16 throughout"):
         make_plan(config, "bf16", mixed=True)
 

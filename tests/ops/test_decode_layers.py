@@ -210,7 +210,7 @@ def test_who_has_one() -> None:
 
 
 def test_squares_are_told_as_often_of_one_window_of_x_as_of_another() -> None:
-    """Of hidden sizes in several windows only those whose slots divide among the sets: 18,432 ends in a window of two."""
+    """Of hidden sizes in several windows those whose slots divide among the sets; 18,432 ends in a window of two."""
     config = replace(load_config("llama-3.1-8b"), name="wide", intermediate_size=49_152)
     for hidden, heads, served in ((16_384, 128, True), (18_432, 144, False), (20_480, 160, True)):
         wide = replace(config, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads // 8)
