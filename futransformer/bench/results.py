@@ -117,7 +117,13 @@ def merge(folder: Path, content: dict[str, Any], whole: Callable[[str], str] = s
     new = {whole(row["case"]) for row in content["rows"]}
     kept = [_told(before) | row for row in before["rows"] if whole(row["case"]) not in new]
     rows = [*kept, *(row | _told(content) for row in content["rows"])]
-    return write(folder, content | {"rows": sorted(rows, key=lambda row: row["case"])})
+    return write(folder, content | {"rows": sorted(rows, key=_in_order)})
+
+
+def _in_order(row: dict[str, Any]) -> list[tuple[int, str]]:
+    """Where a row stands by its case: numbers by their size."""
+    parts = re.split(r"(\d+)", row["case"])
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _told(content: dict[str, Any]) -> dict[str, Any]:

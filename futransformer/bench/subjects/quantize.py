@@ -66,7 +66,7 @@ def measure(name: str, method: str, bench: Bench) -> Sequence[Row]:
 
 
 def memory_bound(config: LlamaConfig, *, rotated: bool) -> int:
-    """Bytes beside the GPU's: a layer's weights, and a shard, embedding or head, with the file that it becomes; in BF16.
+    """Bytes beside the GPU's: a layer's weights, and a shard, embedding or head, with the file that it becomes.
 
     Where these are rotated, their tables and the pieces that they are made of lie beside the shard.
     """
