@@ -62,5 +62,5 @@ def check_resources(name: str, resources: Resources, log: str) -> None:
     if faults:
         raise BuildError(
             f"kernel {name}: {'; '.join(faults)} at {resources.registers} registers. "
-            "Choose a smaller tile or fewer accumulators for this shape in generator/heuristics.py."
+            "Choose a smaller tile or fewer accumulators for this shape in generator/*heuristics.py."
         )

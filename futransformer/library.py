@@ -23,8 +23,9 @@ from futransformer.build.load import LoadedKernels, load_or_build
 from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel, LaunchChain, require_hopper
 from futransformer.generator.config import LlamaConfig, load_config
+from futransformer.generator.decode_heuristics import BATCH_TILES
 from futransformer.generator.errors import InputError
-from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, padded_vocab
+from futransformer.generator.heuristics import MAX_ROWS, padded_vocab
 from futransformer.generator.plan import Plan, kernel_specs, make_plan
 from futransformer.generator.precision import E4M3, INT4, Element, Precision, get_precision
 from futransformer.generator.specs import DecodeLayersSpec, KernelSpec

@@ -6,16 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .config import LlamaConfig
+from .decode_heuristics import attention_decode_spec, batch_tiles, decode_gemm_spec, decode_layers_spec
 from .errors import UnsupportedError
-from .heuristics import (
-    attention_decode_spec,
-    attention_prefill_spec,
-    batch_tiles,
-    decode_gemm_spec,
-    decode_layers_spec,
-    gemm_specs,
-    padded_vocab,
-)
+from .heuristics import attention_prefill_spec, gemm_specs, padded_vocab
 from .precision import BF16, E4M3, Precision, get_precision
 from .schedules import ScheduleTable
 from .specs import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from futransformer.bench.llama import NaturalBlock, logical
 from futransformer.blocks import LayerWeights
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.heuristics import decode_element
+from futransformer.generator.decode_heuristics import decode_element
 from futransformer.generator.precision import Precision
 from futransformer.ops.interface import DecodeWeight, Ops, Phase, Projection
 from futransformer.quantize.fp8 import Fp8Weight

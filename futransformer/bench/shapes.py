@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from futransformer.bench.case import Work
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import decode_element
+from futransformer.generator.decode_heuristics import decode_element
 from futransformer.generator.packed import decode_bytes
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import E4M3, get_precision

@@ -15,7 +15,8 @@ from futransformer.build.export import export
 from futransformer.build.manifest import ModelManifest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.heuristics import BATCH_TILES, MAX_ROWS, attention_decode_spec, gemm_specs
+from futransformer.generator.decode_heuristics import BATCH_TILES, attention_decode_spec
+from futransformer.generator.heuristics import MAX_ROWS, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
 from futransformer.generator.specs import AttentionDecodeSpec, GemmSpec, Heads, KernelSpec, Tile

@@ -19,8 +19,8 @@ from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.decode_heuristics import COPY_BYTES_AHEAD, attention_decode_spec
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import COPY_BYTES_AHEAD, attention_decode_spec
 from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.precision import BF16, E4M3, INT4, Element, get_precision
 from futransformer.generator.specs import PAGE_SIZE, AttentionDecodeSpec, Heads, KernelSpec

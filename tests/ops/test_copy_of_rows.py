@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.config import CONFIGS, LlamaConfig
+from futransformer.generator.decode_heuristics import batch_tiles, decode_gemm_spec
 from futransformer.generator.errors import UnsupportedError
-from futransformer.generator.heuristics import batch_tiles, decode_gemm_spec
 from futransformer.generator.kv_format import BLOCKS, GROUPS, HEAD, PAGE_SIZE, KvFormat
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import BF16, E4M3, INT4, Element, get_precision

@@ -18,8 +18,8 @@ from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
 from futransformer.driver import Kernel
 from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.decode_heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.errors import InputError, UnsupportedError
-from futransformer.generator.heuristics import BATCH_TILES, batch_tiles, decode_gemm_spec
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import BF16, INT4, PRECISIONS, get_precision
 from futransformer.generator.render import render

@@ -14,8 +14,8 @@ from torch import Tensor
 from futransformer.bench.llama import Cache, Paging, copy_of
 from futransformer.blocks import DecodePass, llama_block
 from futransformer.generator.config import CONFIGS, load_config
+from futransformer.generator.decode_heuristics import decode_layers_spec
 from futransformer.generator.errors import UnsupportedError
-from futransformer.generator.heuristics import decode_layers_spec
 from futransformer.generator.int4 import ROW_TILE
 from futransformer.generator.plan import make_plan, profiling_specs
 from futransformer.generator.precision import get_precision

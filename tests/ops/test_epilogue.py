@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.heuristics import BATCH_TILES, decode_gemm_spec, gemm_specs
+from futransformer.generator.decode_heuristics import BATCH_TILES, decode_gemm_spec
+from futransformer.generator.heuristics import gemm_specs
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import E4M3, E4M3_MAX, Precision, get_precision
 from futransformer.generator.render import _environment

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from futransformer.generator.config import load_config
+from futransformer.generator.decode_heuristics import decode_gemm_spec
 from futransformer.generator.errors import ConfigError, InputError, UnsupportedError
-from futransformer.generator.heuristics import decode_gemm_spec
 from futransformer.generator.int4 import packed_group, unit_bytes
 from futransformer.generator.plan import make_plan, projections
 from futransformer.generator.precision import CHANNEL, GROUP_SIZES, get_precision

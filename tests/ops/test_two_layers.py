@@ -17,7 +17,7 @@ from futransformer.blocks import BlockScales, DecodePass, LayerWeights, Packed, 
 from futransformer.checkpoint import rope_table
 from futransformer.fp8_scaling import READERS, block_scales
 from futransformer.generator.config import LlamaConfig
-from futransformer.generator.heuristics import decode_element
+from futransformer.generator.decode_heuristics import decode_element
 from futransformer.generator.plan import projections
 from futransformer.generator.precision import E4M3, E4M3_MAX, Granularity, Precision, get_precision
 from futransformer.kv_cache import CachedSequence, KVCache, pages_for, token_slots, upload
