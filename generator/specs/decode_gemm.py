@@ -320,6 +320,7 @@ class DecodeGemmSpec(KernelSpec):
             weights = self.row_tiles // self.warp_rows * self.step_k // 8
         elif self.batch_tile <= 8:
             weights = 24 + self.batch_tile // 4 * self.group_k // 16  # codes and their products; x in bytes
+            weights += 16 * (self.group_k == 64) + 8 * self.gain_in_x  # two units at a time; gains of x
         else:
             sums += min(self.row_tiles // self.warp_rows, 2) * self.batch_tile // 2  # of two units
             weights = (44 if self.x_ahead else 12) + 4 * self.zero_points + 8 * (self.group_k < 64)

@@ -71,6 +71,7 @@ INT4_DECODE = (
     make_plan(load_config("llama-3.2-3b"), "int4-asym").decode["down"][8],
     make_plan(load_config("llama-3.1-8b"), "int4-g32-kv4-head").decode["qkv"][16],
     make_plan(load_config("llama-3.1-405b"), "int4-g32").decode["qkv"][32],
+    make_plan(load_config("llama-3.1-8b"), "int4-g64-gain").decode["o"][8],
     # Of a copy too: by lanes, of which two blocks share a multiprocessor, and by warpgroups.
     make_plan(load_config("llama-3.1-8b"), "int4-asym-kv4").decode["qkv"][16],
     make_plan(load_config("llama-3.1-8b"), "int4-g64-asym-kv4").decode["qkv"][32],
