@@ -85,7 +85,7 @@ class Folding:
             ones = torch.ones(checkpoint.config.hidden_size, dtype=torch.bfloat16)
             yield {FINAL_NORM: ones, HEAD: self._table(checkpoint.lm_head())}
         else:
-            yield {name: checkpoint.read(name) for name in (FINAL_NORM, HEAD) if name in checkpoint}
+            yield {name: checkpoint.read(name) for name in (FINAL_NORM, *([HEAD] if HEAD in checkpoint else []))}
 
     def _table(self, rows: Tensor) -> Tensor:
         return torch.cat(
