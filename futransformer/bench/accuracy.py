@@ -111,7 +111,7 @@ def perplexity_rows(ours: Llama, reference: Llama, exact: Llama, tokens: list[in
 
 def text_prompts(tokens: list[int]) -> list[list[int]]:
     """Pieces of 32 to 38 tokens, evenly spread over a text."""
-    begins = [index * (len(tokens) - NEW_TOKENS) // TEXT_PROMPTS for index in range(TEXT_PROMPTS)]
+    begins = [index * (len(tokens) - 38) // TEXT_PROMPTS for index in range(TEXT_PROMPTS)]
     return [tokens[begin : begin + 32 + index % 7] for index, begin in enumerate(begins)]
 
 

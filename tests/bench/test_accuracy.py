@@ -31,6 +31,13 @@ def load(folder: Path, dtype: torch.dtype) -> Llama:
     return Llama.from_pretrained(folder, ops=ops, cache_tokens=64 * 64)
 
 
+def test_pieces_of_a_text_are_spread_over_all_of_it() -> None:
+    pieces = accuracy.text_prompts(list(range(6438)))
+    assert [piece[0] for piece in pieces] == [100 * index for index in range(64)]
+    assert {len(piece) for piece in pieces} == set(range(32, 39))
+    assert all(piece == list(range(piece[0], piece[-1] + 1)) for piece in pieces)
+
+
 @pytest.fixture
 def rounding(tiny_base_model: Path) -> Llama:
     return load(tiny_base_model, torch.bfloat16)

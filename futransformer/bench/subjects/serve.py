@@ -36,7 +36,6 @@ from futransformer.bench.random_model import random_llama
 from futransformer.bench.rivals import transformers_batching
 from futransformer.bench.runner import Bench, free
 from futransformer.bench.shapes import shape_config
-from futransformer.decode_step import DecodeStep
 from futransformer.engine import Engine, SamplingParams
 from futransformer.generator.precision import get_precision
 from futransformer.kv_cache import page_bucket, pages_for
@@ -237,12 +236,17 @@ class Loop:
             sent[client] += 1
 
 
+@torch.inference_mode()  # as the engine's steps are made, whose tensors these may be
 def seconds_alone(model: Llama, batch: int, context: int) -> float:
     """A decode step of the engine's own kind, one after another with nothing between: seconds of one."""
     device = model.cache.device
     width = page_bucket(pages_for(context))
+    step = model.decode_step(batch, width)
+    pages = torch.arange(batch * width, dtype=torch.int32, device=device) % model.cache.num_pages
+    step.block_table.copy_(pages.view(batch, width))
+    step.tokens.zero_()
 
-    def run(step: DecodeStep, count: int) -> float:
+    def run(count: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -253,13 +257,8 @@ def seconds_alone(model: Llama, batch: int, context: int) -> float:
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) / count
 
-    with torch.inference_mode():  # as the engine's steps are made, whose tensors these may be
-        step = model.decode_step(batch, width)
-        pages = torch.arange(batch * width, dtype=torch.int32, device=device) % model.cache.num_pages
-        step.block_table.copy_(pages.view(batch, width))
-        step.tokens.zero_()
-        run(step, 3)  # the second captures
-        return run(step, ALONE_STEPS)
+    run(3)  # the second captures
+    return run(ALONE_STEPS)
 
 
 def row(name: str, seconds: Sequence[float], unit_seconds: float, unit: str, wrong: int) -> Row:
