@@ -40,7 +40,7 @@ from futransformer.ops.interface import (
     Stops,
     Stream,
 )
-from futransformer.quantize.kv_int4 import Int4Kv, quantise_kv, rotate
+from futransformer.quantize.kv_int4 import Int4Kv, quantise_keys, quantise_kv, rotate
 from futransformer.sampling import SamplingRows, choose, mark_seen, unpack_seen
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class ReferenceOps:
             form = self._form_of_copy()
             keys = rotate(natural_order(k[written].to(self.dtype)), form.hadamard)
             values = v[written].to(self.dtype)
-            store_tokens(kv_copy, slots[written], quantise_kv(keys, form), quantise_kv(values, form), form)
+            store_tokens(kv_copy, slots[written], quantise_keys(keys, form), quantise_kv(values, form), form)
             if phase == "decode":
                 q = rotate(natural_order(q), form.hadamard)
         return q.to(self.dtype).reshape(x.shape[0], -1).contiguous()

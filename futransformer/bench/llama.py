@@ -23,7 +23,7 @@ from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_cache import pages_for, token_slots
 from futransformer.kv_packing import store_tokens
 from futransformer.ops.interface import Ops, Phase, Projection
-from futransformer.quantize.kv_int4 import quantise_kv, rotate
+from futransformer.quantize.kv_int4 import quantise_keys, quantise_kv, rotate
 from futransformer.reference import natural_order
 
 # Distinct weights and caches that a rotation should cycle through: some thirty times the 60 MB of an H200's L2.
@@ -140,7 +140,7 @@ class Paging:
         shape = (self.sequences, config.num_key_value_heads, self.tokens, config.head_dim)
         k, v = (random_tensor(*shape, device=self.device) for _ in range(2))
         for keys, values in zip(k, v, strict=True):
-            keys.copy_(rotate(quantise_kv(rotate(keys, form.hadamard), form).worth(), form.hadamard))
+            keys.copy_(rotate(quantise_keys(rotate(keys, form.hadamard), form).worth(), form.hadamard))
             values.copy_(quantise_kv(values, form).worth())
         return Cache(k, v, self.store(k, config, pairs=True), self.store(v, config, pairs=False))
 
@@ -164,7 +164,7 @@ def copy_of(cache: Cache, form: KvFormat) -> Tensor:
     parts = (torch.split(each, PAGES_AT_ONCE) for each in (kv_copy, cache.k_pages, cache.v_pages))
     for target, k_pages, v_pages in zip(*parts, strict=True):
         k, v = (pages.transpose(1, 2).flatten(0, 1) for pages in (k_pages, v_pages))
-        keys = quantise_kv(rotate(natural_order(k), form.hadamard), form)
+        keys = quantise_keys(rotate(natural_order(k), form.hadamard), form)
         store_tokens(target, slots[: len(k)], keys, quantise_kv(v, form), form)
     return kv_copy
 

@@ -19,7 +19,7 @@ from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.precision import get_precision
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_packing import store_tokens
-from futransformer.quantize.kv_int4 import quantise_kv
+from futransformer.quantize.kv_int4 import quantise_keys, quantise_kv
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
 
 CONFIG = replace(
@@ -258,7 +258,7 @@ def test_attention_over_a_copy_is_attention_over_what_its_codes_are_worth(form: 
     kv_copy = torch.zeros(len(batch.k_pages), 2, form.page_bytes(HEADS.head_dim), dtype=torch.uint8)
     slots = torch.arange(len(batch.k_pages) * PAGE_SIZE)
     tokens = [pages.transpose(1, 2).flatten(0, 1).nan_to_num(0) for pages in (batch.k_pages, batch.v_pages)]
-    keys, values = (quantise_kv(each, form) for each in tokens)
+    keys, values = quantise_keys(tokens[0], form), quantise_kv(tokens[1], form)
     store_tokens(kv_copy, slots, keys, values, form)
     for pages, codes in ((batch.k_pages, keys), (batch.v_pages, values)):
         pages.copy_(codes.worth().view(-1, PAGE_SIZE, 2, HEADS.head_dim).transpose(1, 2))

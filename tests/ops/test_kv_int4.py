@@ -13,7 +13,7 @@ import torch
 from futransformer.generator.kv_format import BLOCKS, GROUPS, KvFormat
 from futransformer.generator.specs import PAGE_SIZE
 from futransformer.kv_packing import pack_page, unpack_pages
-from futransformer.quantize.kv_int4 import quantise_kv, rotate
+from futransformer.quantize.kv_int4 import quantise_keys, quantise_kv, rotate
 
 CASES = {
     f"{form}-d{head_dim}": (form, head_dim)
@@ -48,7 +48,7 @@ def test_pages_in_the_emulator(emulate: Callable[..., str], tmp_path: Path) -> N
     emulate("kv_int4", source=source, runs=[("exact",), *runs])
     for name, (form, head_dim) in CASES.items():
         keys, values = some_kv(head_dim).float()
-        want = pack_page(quantise_kv(rotate(keys, form.hadamard), form), quantise_kv(values, form), form)
+        want = pack_page(quantise_keys(rotate(keys, form.hadamard), form), quantise_kv(values, form), form)
         page = torch.frombuffer(bytearray((tmp_path / name).read_bytes()), dtype=torch.uint8)
         both = (unpack_pages(each, head_dim, form) for each in (page, want))
         for part, (written, wanted) in zip("KV", zip(*both, strict=True), strict=True):

@@ -14,7 +14,7 @@ from futransformer.generator.config import CONFIGS
 from futransformer.generator.errors import InputError
 from futransformer.generator.kv_format import DEFAULT, GROUPS, HEAD, KvFormat
 from futransformer.generator.specs import PAGE_SIZE
-from futransformer.quantize.kv_int4 import fold_value_rotation, quantise_kv, rotate
+from futransformer.quantize.kv_int4 import fold_value_rotation, quantise_keys, quantise_kv, rotate
 from futransformer.reference import ReferenceOps, row_sumsq
 
 FORMS = [KvFormat(group, minimum=minimum) for group, minimum in product(GROUPS, (False, True))]
@@ -109,6 +109,50 @@ def test_codes_are_to_the_bit_what_kernels_do(minimum: bool) -> None:
             codes = np.clip(np.rint(token * reciprocal), -8, 7) + 8
         assert float(stored.scales[row, 1]) == scale
         assert stored.codes[row].tolist() == [*codes, *codes]
+
+
+@pytest.mark.parametrize("kv_format", FORMS, ids=str)
+def test_keys_have_the_same_codes_and_a_scale_that_suits_them_better(kv_format: KvFormat) -> None:
+    keys = values(200, 128)
+    stored, plain = quantise_keys(keys, kv_format), quantise_kv(keys, kv_format)
+    assert torch.equal(stored.codes, plain.codes)
+    if kv_format.minimum:
+        assert torch.equal(stored.scales, plain.scales)
+        return
+    groups = (200, kv_format.groups(128), -1)
+    error, before = ((each.worth() - keys).reshape(groups).square().sum(-1) for each in (stored, plain))
+    assert (error <= before * (1 + 2.0**-9)).all(), "float16's rounding is all that least squares may lose by"
+    assert error.sum() < 0.99 * before.sum()
+    assert (stored.scales.sign() == plain.scales.sign()).all()
+
+
+@pytest.mark.parametrize("kv_format", [DEFAULT, KvFormat(HEAD)], ids=str)
+def test_refitted_scales_are_to_the_bit_what_kernels_do(kv_format: KvFormat) -> None:
+    keys = values(64, 64) * torch.logspace(-9, 3, 64)[:, None]
+    stored, plain = quantise_keys(keys, kv_format), quantise_kv(keys, kv_format)
+    size = 64 // kv_format.groups(64)
+    codes = plain.codes.numpy().astype(np.float32) - np.float32(8)
+    for row, group in product(range(64), range(64 // size)):
+        lanes = np.zeros(4, np.float32)
+        for first, n, lane in product(range(group * size, (group + 1) * size, 32), range(8), range(4)):
+            feature = first + 16 * (n // 4) + 4 * lane + n % 4
+            lanes[lane] += keys[row, feature].numpy() * codes[row, feature]
+        squares = np.square(codes[row, group * size : (group + 1) * size]).sum(dtype=np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scale = np.float16(((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) * (np.float32(1) / squares))
+        before = plain.scales[row, group].numpy()
+        assert stored.scales[row, group].numpy() == (scale if before and scale else before)
+
+
+def test_a_scale_that_cannot_be_refitted_stays() -> None:
+    keys = torch.zeros(4, 64)
+    keys[1, :2] = torch.tensor([-8 * 65504.0, 8 * 65504.0 - 2.0**10])  # 7 is worth less than the second: beyond float16
+    keys[2, 3] = math.nan
+    keys[3, 4] = 1e9
+    stored, plain = (quantise(keys, DEFAULT).scales for quantise in (quantise_keys, quantise_kv))
+    assert torch.equal(stored[[0, 1, 3]], plain[[0, 1, 3]])
+    assert stored[1].isfinite().all()
+    assert stored[2, 0].isnan()
 
 
 @pytest.mark.parametrize("minimum", [False, True])

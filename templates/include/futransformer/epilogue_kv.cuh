@@ -55,11 +55,11 @@ struct CopyKv : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
     using Scale = KvScale<Format::kMinimum>;
     constexpr int kScales = Format::kGroup == 0 ? 1 : kGroups;
     Scale scales[kScales];
-    if constexpr (Format::kGroup == 0) {
-      scales[0] = Scale::of(values);
-    } else {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroups; ++i) scales[i] = Scale::of(reinterpret_cast<float const(&)[1][8]>(values[i]));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kScales; ++i) {
+      auto const& own = reinterpret_cast<float const(&)[kGroups / kScales][8]>(values[i]);
+      scales[i] = Scale::of(own);
+      if constexpr (kKeys) scales[i].refit(own, true);
     }
     if (state.slot < 0) return;  // no lane waits for another from here on
     CUTLASS_PRAGMA_UNROLL

@@ -80,14 +80,13 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       for (int n = 0; n < 8; ++n) values[i][n] = is_value ? plain[i][n] : values[i][n];
     }
     // Lanes that exchange values must do the same: those of Q make scales as well.
-    Scale scales[kGroups];
+    constexpr int kScales = Format::kGroup == 0 ? 1 : kGroups;
+    Scale scales[kScales];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kGroups; ++i) {
-      if constexpr (Format::kGroup == 0) {
-        scales[i] = i == 0 ? Scale::of(values) : scales[0];
-      } else {
-        scales[i] = Scale::of(reinterpret_cast<float const(&)[1][8]>(values[i]));
-      }
+    for (int i = 0; i < kScales; ++i) {
+      auto const& own = reinterpret_cast<float const(&)[kGroups / kScales][8]>(values[i]);
+      scales[i] = Scale::of(own);
+      scales[i].refit(own, !is_value);
     }
     if (!valid) return;
 
@@ -99,7 +98,7 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
         if (is_query) {
           sent.query(row, column / HeadDim * HeadDim + natural * 32 + 4 * t, values[i]);
         } else {
-          sent.token(row, (column - QFeatures) / HeadDim % KVHeads, natural, t, is_value, scales[i], values[i]);
+          sent.token(row, (column - QFeatures) / HeadDim % KVHeads, natural, t, is_value, scales[i % kScales], values[i]);
         }
       }
       if (is_query) {
@@ -108,7 +107,7 @@ struct CopyKvOfRow : KvSlots<QFeatures, KVHeads, HeadDim, PageSize> {
       } else if (state.slot >= 0) {
         int const head = (column - QFeatures) / HeadDim % KVHeads, token = state.slot % PageSize;
         unsigned char* const page = pages + (size_t(state.slot / PageSize) * KVHeads + head) * Page::kBytes;
-        store_codes(page, scales[i], values[i], token, natural, t, is_value);
+        store_codes(page, scales[i % kScales], values[i], token, natural, t, is_value);
       }
     }
   }

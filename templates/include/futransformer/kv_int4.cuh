@@ -54,8 +54,9 @@ struct KvCopyPage {
   }
 };
 
-// 1 / x rounded to nearest, of an x that is a half, finite and not zero: one step from an estimate that is off by a unit.
-CUTLASS_DEVICE float reciprocal_of_half(float x) {
+// 1 / x rounded to nearest, of an x that is a half, finite and not zero, or an integer up to 8192: one step from an
+// estimate that is off by a unit.
+CUTLASS_DEVICE float reciprocal_of_few_bits(float x) {
   float const estimate = reciprocal_approx(x);
   return __fmaf_rn(__fmaf_rn(-x, estimate, 1.f), estimate, estimate);
 }
@@ -118,7 +119,7 @@ CUTLASS_DEVICE void rotate_keys(float (&values)[Groups][8]) {
 template <bool Minimum>
 struct KvScale {
   uint32_t halves;   // float16: the scale, and above it the minimum
-  float reciprocal;  // of the scale; zero where it is zero, or not finite
+  float reciprocal;  // of the scale that makes the codes; zero where it is zero, or not finite
   float minimum;
 
   // Of a quad's `Groups` groups together.
@@ -142,10 +143,33 @@ struct KvScale {
       scale.halves = pack_halves(__fmul_rn(largest(values), -0.125f), 0.f);
     }
     float2 const rounded = unpack_halves(scale.halves);
-    bool const usable = (scale.halves & 0x7fff) - 1u < 0x7bffu;  // neither zero nor infinite nor NaN
-    scale.reciprocal = usable ? reciprocal_of_half(rounded.x) : 0.f;
+    scale.reciprocal = usable(scale.halves) ? reciprocal_of_few_bits(rounded.x) : 0.f;
     scale.minimum = rounded.y;
     return scale;
+  }
+
+  // Of K, if it is `wanted`: store the scale that suits the codes best, sum x q / sum q q (least squares), in the place of
+  // that which makes them. One with a minimum stays as it is. All lanes that exchange values take part.
+  template <int Groups>
+  CUTLASS_DEVICE void refit(float const (&values)[Groups][8], bool wanted) {
+    if constexpr (!Minimum) {
+      float products = 0.f, squares = 0.f;  // squares are integers, exact in any order
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Groups * 8; ++i) {
+        float const value = values[i / 8][i % 8];
+        float const nearest = __fsub_rn(__uint_as_float(integer(value)), kUnits + 8.f);
+        float const code = fminf(fmaxf(nearest, -8.f), 7.f);
+        products = __fadd_rn(products, __fmul_rn(value, code));
+        squares = __fmaf_rn(code, code, squares);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int distance = 1; distance < 4; distance *= 2) {
+        products = __fadd_rn(products, __shfl_xor_sync(0xffffffffu, products, distance));
+        squares = __fadd_rn(squares, __shfl_xor_sync(0xffffffffu, squares, distance));
+      }
+      uint32_t const better = pack_halves(__fmul_rn(products, reciprocal_of_few_bits(squares)), 0.f);
+      if (wanted && usable(halves) && usable(better)) halves = better;
+    }
   }
 
   // A lane's word of K: nibble i is position 2 i, nibble i + 4 position 2 i + 1.
@@ -183,6 +207,11 @@ struct KvScale {
   }
 
  private:
+  static constexpr float kUnits = 12582912.f;  // 1.5 x 2^23, 0x4b400000: floats there are integers
+
+  // Whether a scale is neither zero nor infinite nor NaN.
+  CUTLASS_DEVICE static bool usable(uint32_t halves) { return (halves & 0x7fff) - 1u < 0x7bffu; }
+
   // The value of the largest magnitude; of two the positive one. Read as integers, floats that are positive order by
   // magnitude, and so do negative ones above them if there is no sign. NaN is the largest.
   template <int Groups>
@@ -212,7 +241,6 @@ struct KvScale {
 
   // A code, 0 .. 15, in the lower half; of a signed scale it may still lie a little outside of that.
   CUTLASS_DEVICE uint32_t integer(float value) const {
-    constexpr float kUnits = 12582912.f;  // 1.5 x 2^23, 0x4b400000: floats there are integers
     if constexpr (Minimum) {
       // beside a minimum far from zero, which is rounded too, far outside
       float const scaled = __fmul_rn(__fsub_rn(value, minimum), reciprocal);
