@@ -57,14 +57,17 @@ class Bench:
         *,
         kernels: Path | None = None,
         tuned: bool = True,
+        compile_seconds: float | None = None,
     ) -> None:
         """``kernels`` is a folder of exports, one a config's name; ``tuned`` rivals spend time on tuning themselves.
 
-        Subjects that need no GPU have no ceilings.
+        Subjects that need no GPU have no ceilings. ``compile_seconds`` are for a rival that first compiles a whole
+        model; None for the subject's own.
         """
         self.device = device
         self._ceilings = ceilings
         self.tuned = tuned
+        self.compile_seconds = compile_seconds
         self.kernels = kernels
         self._libraries: dict[tuple[str, str, bool], KernelLibrary] = {}
         self._found: dict[str, Any] = {}

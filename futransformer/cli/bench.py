@@ -57,6 +57,12 @@ def add_parsers(subparsers: Subparsers) -> None:
         help="a folder of exports, each in a folder of its config's name, or name-precision (default: the cache)",
     )
     bench.add_argument("--quick-rivals", action="store_true", help="do not let rivals tune themselves first")
+    bench.add_argument(
+        "--compile-seconds",
+        type=float,
+        metavar="N",
+        help="serve: time for transformers' compiled batching, most of which it compiles (default: 170)",
+    )
     bench.add_argument("--commit", metavar="SHA", help="the commit measured, where there is no git history")
     bench.add_argument(
         "--output", type=Path, metavar="FOLDER", help="the results' folder (default: benchmarks/results/CARD)"
@@ -207,7 +213,13 @@ def _measure(args: argparse.Namespace) -> int:
     device = torch.device("cpu") if on_host else _device()
     harness = _harness()
     ceilings = None if on_host else _ceilings(harness, device)
-    bench = runner.Bench(device, ceilings, kernels=args.kernels, tuned=not args.quick_rivals)
+    bench = runner.Bench(
+        device,
+        ceilings,
+        kernels=args.kernels,
+        tuned=not args.quick_rivals,
+        compile_seconds=args.compile_seconds,
+    )
     folder = args.output or results.default_folder()
     contents: list[dict[str, Any]] = []
     failed = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,10 +159,28 @@ def test_transformers_serves_the_load_in_a_process_of_its_own() -> None:
     assert (found["rounds"], found["version"]) == (2, version("transformers"))
 
 
-def test_a_rival_that_has_no_time_for_another_round_is_told_by_its_first() -> None:
-    found = transformers_batching.run(replace(JOB, seconds=0), time.monotonic())
-    assert found["tokens_per_second"] > 0
-    assert found["rounds"] == 0
+def test_a_rival_that_has_no_time_for_more_rounds_is_told_by_its_first() -> None:
+    """Which compiles, and by one more."""
+    found = list(transformers_batching.run(replace(JOB, seconds=0), time.monotonic()))
+    assert [each["rounds"] for each in found] == [0, 1]
+    assert all(each["tokens_per_second"] > 0 for each in found)
+
+
+def test_a_rival_that_is_ended_is_told_by_what_it_has_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(
+        "#!/bin/sh\necho starting\necho '{\"rounds\": 0}'\necho '{\"rounds\": 1}'\necho more\nexec sleep 60\n"
+    )
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert transformers_batching.measure(replace(JOB, seconds=1)) == {"rounds": 1}
+
+
+def test_a_run_may_give_a_rival_that_compiles_more_time(small: None, jobs: list[transformers_batching.Job]) -> None:
+    bench = TinyBench()
+    bench.compile_seconds = 500
+    serve.measure_streams("8b", "bf16", bench)
+    assert [job.seconds for job in jobs] == [serve.RIVALS["transformers"][1], 500]
 
 
 def test_a_rival_that_is_not_done_in_time_is_ended() -> None:

@@ -4,7 +4,7 @@
 
 A process of its own: compiling and capturing cannot be stopped from outside a thread, and whatever it took of the card
 is back when it has ended. ``python -m futransformer.bench.rivals.transformers_batching`` reads a job from standard
-input and prints what it found as the last line.
+input and prints what it found after each loop, in a line of JSON.
 
 Weights are its own random ones. Attention is FlashAttention where transformers finds it, else PyTorch's SDPA, for which
 the keys of all that a pass reads are gathered, repeated for every query head and masked, rows x tokens. So its cache is
@@ -74,7 +74,10 @@ def values(config: LlamaConfig) -> dict[str, Any]:
 
 
 def measure(job: Job) -> Figures:
-    """Run the job in a process of its own, ended after ``job.seconds``; RivalMissingError says why it found nothing."""
+    """Run the job in a process of its own, ended after ``job.seconds``: what it found by then.
+
+    RivalMissingError says why it found nothing.
+    """
     command = [sys.executable, "-m", __spec__.name]
     pipe = subprocess.PIPE
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -87,6 +90,9 @@ def measure(job: Job) -> Figures:
     except subprocess.TimeoutExpired:
         _end(process)
         told, _ = process.communicate()
+        lines = told.splitlines()
+        if any(line.startswith("{") for line in lines):
+            return _last_found(lines)
         stage = told.splitlines()[-1] if told.strip() else "starting"
         raise RivalMissingError(f"not done in {job.seconds:g} s; its last stage: {stage}") from None
     except BaseException:
@@ -97,7 +103,12 @@ def measure(job: Job) -> Figures:
         raise RivalMissingError(
             raised[-1].removeprefix(OWN_ERROR)[:300] if raised else f"its process ended with {process.returncode}"
         )
-    found: Figures = json.loads(told.splitlines()[-1])
+    return _last_found(told.splitlines())
+
+
+def _last_found(lines: Sequence[str]) -> Figures:
+    """What was found last, of the lines that its process has written."""
+    found: Figures = json.loads([line for line in lines if line.startswith("{")][-1])
     return found
 
 
@@ -107,18 +118,25 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(job: Job, begin: float) -> Figures:
-    """Measure in this process, which began at ``begin`` of time.monotonic()."""
+def run(job: Job, begin: float) -> Iterator[Figures]:
+    """Measure in this process, which began at ``begin`` of time.monotonic(): what was found, after each loop.
+
+    The first loop compiles and captures, and so may the second, of one round as well. The third has as many rounds as
+    there is time for.
+    """
     with manager(job) as (running, found):
-        _say("compiling and capturing, in a round that is not counted")
-        generated, wrong, seconds = timed_loop(running, job, 1)
-        rounds = min(job.rounds, max(0, int((begin + job.seconds - time.monotonic()) / seconds)))
-        _say(f"measuring {rounds} rounds; the first took {seconds:.1f} s")
-        if rounds:  # else the first has to do
+        seconds = 0.0
+        for counted in (0, 1, job.rounds):
+            rounds = max(1, counted)
+            if counted > 1:
+                rounds = min(counted, int((begin + job.seconds - time.monotonic()) / seconds))
+                if rounds < 2:
+                    return
+            _say(f"{rounds} rounds after {time.monotonic() - begin:.0f} s")
             generated, wrong, seconds = timed_loop(running, job, rounds)
-    if wrong:
-        raise RivalMissingError(f"{wrong} of its answers were short")
-    return {**found, "tokens_per_second": float(f"{generated / seconds:.5g}"), "rounds": rounds}
+            if wrong:
+                raise RivalMissingError(f"{wrong} of its answers were short")
+            yield {**found, "tokens_per_second": float(f"{generated / seconds:.5g}"), "rounds": min(rounds, counted)}
 
 
 def timed_loop(running: Any, job: Job, rounds: int) -> tuple[int, int, float]:
@@ -200,4 +218,5 @@ def _say(stage: str) -> None:
 
 if __name__ == "__main__":
     _begin = time.monotonic()
-    print(json.dumps(run(Job(**json.load(sys.stdin)), _begin)))
+    for _figures in run(Job(**json.load(sys.stdin)), _begin):
+        _say(json.dumps(_figures))
