@@ -50,7 +50,12 @@ def gemm_specs(
     widest = 128 if promoted else 256
     found = {} if promoted else table.find(op, element.name, n, k)
     tuned = {rows: schedule for rows, schedule in found.items() if schedule["tile"].n % group == 0}
-    large = spec(tuned.get(None) or _large(op, n, k, element, widest, group))
+    # A page's place where heads of K are no power of two is a register more than 192 sums leave (13B spilled 4 bytes).
+    crowded = (
+        copy is not None and heads is not None and heads.head_dim > 64 and heads.num_key_value_heads.bit_count() > 1
+    )
+    fitting = 128 if crowded and element == E4M3 else widest
+    large = spec(tuned.get(None) or _large(op, n, k, element, fitting, group, promoted=promoted))
     specs = {}
     for rows in FEW_ROWS:
         few = spec(tuned.get(rows) or _few_rows(n, k, element, widest, group, table.multiprocessors, rows))
@@ -84,7 +89,7 @@ def _few_rows(n: int, k: int, element: Element, widest: int, group: int, multipr
     return deepest(element, Tile(tile_m, width, stage), (1, 1, splits), "cooperative")
 
 
-def _large(op: str, n: int, k: int, element: Element, widest: int, group: int) -> _Schedule:
+def _large(op: str, n: int, k: int, element: Element, widest: int, group: int, *, promoted: bool) -> _Schedule:
     """Any number of rows: 128x256 cooperative, or narrower pingpong tiles where 256 leaves much of the last tile empty.
 
     128x256 gives the most arithmetic a byte of shared memory. A cluster of two blocks along M halves the weight traffic
@@ -99,7 +104,7 @@ def _large(op: str, n: int, k: int, element: Element, widest: int, group: int) -
     widths = (width for width in (256, 192, 160, 128, 96, 64) if width <= widest and width % group == 0)
     width = min(widths, key=lambda width: (-(-n // width) * (width + fixed), -width))
     cluster_m = 2 if n * k >= 4096 * 4096 else 1
-    schedule = "cooperative" if width == 256 or widest == 128 else "pingpong"
+    schedule = "cooperative" if width == 256 or promoted else "pingpong"
     chosen = deepest(element, Tile(128, width, tile_k(element)), (cluster_m, 1, 1), schedule)
     if fp8 and n >= WIDE:
         chosen["raster"] = 16  # 8B, gate_up at 8192 rows: 1 to 2 % faster than of 8, 6 % than of 32

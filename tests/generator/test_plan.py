@@ -12,6 +12,7 @@ import pytest
 from futransformer.build.cache import file_stem
 from futransformer.generator.config import CONFIGS, GROUPS, HEAD_DIMS, LlamaConfig
 from futransformer.generator.errors import UnsupportedError
+from futransformer.generator.heuristics import MAX_ROWS
 from futransformer.generator.kv_format import HEAD, KvFormat
 from futransformer.generator.plan import kernel_specs, make_plan, projections
 from futransformer.generator.precision import (
@@ -337,3 +338,12 @@ def test_pages_of_e4m3_by_a_suffix(base: str) -> None:
     assert changed == touched | {coded.attention_prefill, coded.attention_decode}
     with pytest.raises(UnsupportedError, match=f"precision '{base}-kv8-kv8' is not implemented"):
         get_precision(f"{base}-kv8-kv8")
+
+
+def test_tiles_leave_registers_for_a_copy_of_many_heads() -> None:
+    """13B's 40 heads of K: with 192 sums the place of a page is a register too many. 8B's eight are a shift."""
+    widths = {
+        name: make_plan(CONFIGS[name], "fp8-int4-head8-kv4").prefill["qkv"][MAX_ROWS].tile.n
+        for name in ("llama-2-13b", "llama-3.1-8b")
+    }
+    assert widths == {"llama-2-13b": 128, "llama-3.1-8b": 192}
