@@ -6,7 +6,8 @@ an object a line: ``{"begin": case}`` before a case, and after it ``{"case": ...
 come first; every kernel of an export is launched by some case.
 
 Exports share kernels, and one may have two processes: a case runs where it is the first to claim something that it
-covers, by a file in the folder of claims, which the processes of a tool share.
+covers, by a file in the folder of claims, which the processes of a tool share. ``--only PATTERN``, as often as wanted:
+the cases of such kernels alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_confi
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
 from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, remote_library
+from tests.sanitize.runner import is_chosen
 
 PROMPTS = ((0, 0), (1, 1), (65, 65), (17, 81), (129, 130), (3, 67))  # (queries, keys)
 LENGTHS = (0, 1, 63, 64, 65, 200)  # of the sequences of a decode batch
@@ -62,7 +65,11 @@ class Case(NamedTuple):
 
     name: str
     run: Callable[[], None]
-    covers: tuple[str, ...]
+    covers: tuple[str, ...]  # names of kernels, behind which it may be told how they are launched
+
+    def is_chosen(self, only: Sequence[str]) -> bool:
+        """Whether it covers a kernel whose name is like one of the patterns."""
+        return any(is_chosen(re.split(r"[/ ]", what)[0], only) for what in self.covers)
 
 
 def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, launched: Launched) -> Iterator[Case]:
@@ -203,6 +210,7 @@ def main() -> None:
     parser.add_argument("--tool", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--claims", type=Path, required=True)
+    parser.add_argument("--only", action="append", default=[])
     args = parser.parse_args()
     launches: Counter[str] = Counter()
 
@@ -211,7 +219,8 @@ def main() -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         cases = cases_of(args.export, args.kernels, args.tool, patch, launched)
-        for line in run_cases(cases, launches, args.seconds, args.claims):
+        chosen = (case for case in cases if case.is_chosen(args.only))
+        for line in run_cases(chosen, launches, args.seconds, args.claims):
             print(json.dumps(line), flush=True)
 
 

@@ -23,8 +23,8 @@ from futransformer.reference import ReferenceOps
 from tests.ops import models
 from tests.ops.stand_in import CPU, StandInKernel
 from tests.ops.test_two_layers import TINY
-from tests.sanitize import cases, planted, remote, runner
-from tests.sanitize.__main__ import EXPORTS, main
+from tests.sanitize import cases, merged, planted, remote, runner
+from tests.sanitize.__main__ import EXPORTS, main, rows_of
 from tests.sanitize.records import NO_KERNEL, parse
 
 FAKE = Path(__file__).parent / "fake_sanitizer.py"
@@ -124,6 +124,88 @@ def sanitize(
     status = main([*arguments, "--export", "tails", "--export", "odd", *options])
     file = output / "sanitize.json"
     return status, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_chosen_kernels_are_put_into_earlier_results(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of others keep their figures, and lines about what has been run since are gone."""
+    status, earlier = sanitize(exports, monkeypatch, "hazard")
+    assert (status, earlier is not None) == (1, True)
+    assert earlier is not None
+    earlier |= {"commit": "old", "seconds": 100.0}
+    earlier["left_out"] = [
+        "racecheck/odd_sm90_1: planned since, no time",
+        "racecheck/odd: kernel tails_sm90_1 was not launched",
+        "memcheck/odd/all",
+        "synccheck/odd/another",
+        "all tools/tails: had no case",
+        "all tools/odd: had no case",
+    ]
+    (exports / "results" / "sanitize.json").write_text(json.dumps(earlier))
+    status, content = sanitize(exports, monkeypatch, "clean", "--only", "odd_*_[01]", "--merge")
+    assert status == 0
+    assert content is not None
+    assert content["commit"] == "old"
+    assert content["seconds"] >= 100
+    rows = {row["case"]: row for row in content["rows"]}
+    assert list(rows) == sorted(row["case"] for row in earlier["rows"])
+    told = {case for case, row in rows.items() if row.get("commit") == "abc"}
+    assert told == {case for case in rows if "/odd_sm90_" in case}
+    assert rows["sanitize/racecheck/tails_sm90_0"] == next(
+        row for row in earlier["rows"] if row["case"] == "sanitize/racecheck/tails_sm90_0"
+    )
+    assert rows["sanitize/racecheck/odd_sm90_0"]["errors"] == 0, "it was a race before"
+    assert [message for message in earlier["messages"] if "odd_sm90_0" not in message] == content["messages"]
+    assert content["left_out"] == [
+        "racecheck/odd: kernel tails_sm90_1 was not launched",
+        "synccheck/odd/another",
+        "all tools/tails: had no case",
+    ]
+    assert content["planted"] == earlier["planted"]
+
+
+def test_a_row_that_is_put_in_says_where_it_was_measured_if_elsewhere() -> None:
+    of = {"commit": "a", "dirty": False, "date": "then", "card": "one", "driver": "1", "version": "2", "versions": {}}
+    nothing: dict[str, Any] = {"planted": [], "messages": [], "failures": [], "left_out": [], "seconds": 1.0}
+    earlier = {**of, **nothing, "rows": [{"case": "a"}, {"case": "c"}]}
+    now = {**of, "commit": "b", "date": "now", "driver": "3", **nothing, "rows": [{"case": "b", "launches": 1}]}
+    content = merged.into(earlier, now, [])
+    put_in = {"case": "b", "launches": 1, "commit": "b", "dirty": False, "date": "now", "driver": "3"}
+    assert content == earlier | {"rows": [{"case": "a"}, put_in, {"case": "c"}], "seconds": 2.0}
+
+
+def test_only_the_chosen_kernels_are_missed(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export without any is not begun; what was launched beside them has no row unless something was said of it."""
+    status, content = sanitize(exports, monkeypatch, "clean", "--only", "*_sm90_1", "--only", "odd_*_3", "--merge")
+    assert status == 0
+    assert content is not None, "there was nothing to be merged with"
+    assert len(content["rows"]) == 3 * 2
+    assert {row["case"].rpartition("/")[2] for row in content["rows"]} == {"tails_sm90_1", "odd_sm90_1"}
+    logs = exports / "results" / "sanitize-logs"
+    sanitize(exports, monkeypatch, "clean", "--only", "odd_*")
+    assert list(logs.glob("memcheck-odd-*.log"))
+    assert not list(logs.glob("memcheck-tails-*.log"))
+    run = runner.Run("memcheck", "odd")
+    run.tallies["chosen"].launches = run.tallies["beside"].launches = 1
+    run.tallies["wrong"].errors = 1
+    assert [row["case"] for row in rows_of([run], ["chosen"])] == [
+        "sanitize/memcheck/chosen",
+        "sanitize/memcheck/wrong",
+    ]
+
+
+def test_kernels_that_no_export_has(
+    exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sanitize(exports, monkeypatch, "clean", "--only", "none_*") == (2, None)
+    assert "has a kernel like none_*" in capsys.readouterr().out
+
+
+def test_a_case_is_chosen_by_the_kernels_that_it_covers() -> None:
+    case = cases.Case("a case", lambda: None, ("gemm_o_sm90/M=127", "gemm_head_sm90 without logits"))
+    assert [case.is_chosen(only) for only in ([], ["*_o_sm90"], ["no", "gemm_head_sm90"], ["*127"], ["logits"])] == [
+        *(True, True, True),
+        *(False, False),
+    ]
 
 
 def test_clean(exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
