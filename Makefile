@@ -61,7 +61,7 @@ docs: $(READY)
 SANITIZED := .sanitize
 
 sanitize: $(READY)
-	$(BIN)/python -m tests.ops.models $(SANITIZED)/kernels tails copies smollm2-135m smollm2-135m-fp8 smollm2-135m-int4-g32-asym \
+	$(BIN)/python -m tests.ops.models $(SANITIZED)/kernels tails copies layers smollm2-135m smollm2-135m-fp8 smollm2-135m-int4-g32-asym \
 		smollm2-135m-kv4 smollm2-135m-int4-g32-asym-kv4 smollm2-135m-bf16-fp8-head8 odd odd-fp8 group16 group5 \
 		narrow-head narrow-head-fp8 narrow-head-int4 narrow-head-int4-channel-asym narrow-head-int4-head4 \
 		narrow-head-bf16-fp8-head8 narrow-head-fp8-int4-kv8-kv4-min

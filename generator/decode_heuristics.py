@@ -518,9 +518,14 @@ def attention_decode_spec(heads: Heads, precision: Precision) -> AttentionDecode
 
 
 def decode_layers_spec(
-    heads: Heads, hidden_size: int, intermediate_size: int, precision: Precision
+    heads: Heads,
+    hidden_size: int,
+    intermediate_size: int,
+    precision: Precision,
+    *,
+    least_weights: int = LAYERS_LEAST_WEIGHTS,
 ) -> DecodeLayersSpec | None:
-    """All layers of one sequence's step in one launch, where that is there and pays.
+    """All layers of one sequence's step in one launch, where that is there and pays: from so many weights a layer on.
 
     INT4 weights over an INT4 copy without minima, beside main pages of BF16. More than two slots under way delay what
     blocks send one another, unless the ring is nearly empty; then it takes four (8B, one sequence, a layer: 35.8 us of
@@ -536,7 +541,7 @@ def decode_layers_spec(
     # Squares of x that is read in windows are told as often of one window as of another.
     alike = hidden_size <= LAYERS_STAGED_K or hidden_size % (SETS * SLOT_K) == 0
     weights = hidden_size * (heads.qkv_features + heads.q_features + 3 * intermediate_size)
-    if len(groups) > 1 or not (fits and alike) or weights < LAYERS_LEAST_WEIGHTS:
+    if len(groups) > 1 or not (fits and alike) or weights < least_weights:
         return None
     (group,) = groups
     try:

@@ -24,6 +24,11 @@ MOST_KEYS = 32_768
 PAGES_AT_ONCE = 2  # that a block attends to, a set of its warps each
 
 
+def address_table(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Where tensors lie, int64 [rows, tensors of each]; it keeps none of them alive."""
+    return torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows], dtype=torch.int64, device=device)
+
+
 class DecodeLayers:
     """The layers of one model and cache, of one sequence.
 
@@ -36,8 +41,7 @@ class DecodeLayers:
         assert isinstance(kernel.spec, DecodeLayersSpec)
         self.spec, self.device = kernel.spec, kernel.device
         self._held = [self._tensors(layer, cache, index) for index, layer in enumerate(layers)]
-        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in self._held]
-        self._table = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self._table = address_table(self._held, self.device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         # Of a build for profiling: the clocks that each block took, and those with copies under way.
         clocks = torch.zeros(self.spec.blocks, 2, dtype=torch.int64, device=self.device)

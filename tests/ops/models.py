@@ -15,11 +15,11 @@ from futransformer.build.export import export
 from futransformer.build.manifest import ModelManifest
 from futransformer.build.settings import BuildSettings
 from futransformer.generator.config import LlamaConfig, load_config
-from futransformer.generator.decode_heuristics import BATCH_TILES, attention_decode_spec
+from futransformer.generator.decode_heuristics import BATCH_TILES, attention_decode_spec, decode_layers_spec
 from futransformer.generator.heuristics import MAX_ROWS, gemm_specs
 from futransformer.generator.plan import Plan, make_plan
 from futransformer.generator.precision import BF16, E4M3, Accumulation, Granularity, Precision, get_precision
-from futransformer.generator.specs import AttentionDecodeSpec, GemmSpec, Heads, KernelSpec, Tile
+from futransformer.generator.specs import AttentionDecodeSpec, DecodeLayersSpec, GemmSpec, Heads, KernelSpec, Tile
 
 # Shapes that no one has published, each for several oddities at once.
 MADE_UP: dict[str, LlamaConfig] = {
@@ -177,6 +177,47 @@ COPIES: dict[str, AttentionDecodeSpec] = {
 }
 COPIES_NAME = "copies"
 
+# The launch for all layers, alone, under a head of 512 rows: 8B's, and of layers so small that most plans do without.
+# K of whole slots and with parts of one; a window of K and two; slots that divide among the sets and that do not;
+# blocks with no row tile and with many; units of 128, 64 and 32, with zero points and without; one to eight query heads
+# a KV head; heads of both numbers of features; a scale a group and a head; K that is rotated and that is not.
+LAYERS_ALONE: dict[str, tuple[LlamaConfig, Precision]] = {
+    name: (
+        replace(
+            load_config("llama-3.1-8b"),
+            name=name,
+            vocab_size=512,
+            bos_token_id=1,
+            eos_token_ids=(2,),
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_attention_heads=heads.num_attention_heads,
+            num_key_value_heads=heads.num_key_value_heads,
+            head_dim=heads.head_dim,
+        ),
+        get_precision(f"int4{form}"),
+    )
+    for name, heads, hidden, intermediate, form in (
+        ("parts", Heads(15, 5, 64), 960, 2560, "-g32-asym-kv4"),
+        ("every-head", Heads(32, 32, 64), 512, 1152, "-kv4-head"),
+        ("zero-points", Heads(4, 2, 128), 2048, 2176, "-asym-kv4-h0"),
+        ("two-windows", Heads(8, 1, 128), 1024, 17_408, "-g64-kv4"),
+        ("8b", Heads(32, 8, 128), 4096, 14_336, "-kv4"),
+    )
+}
+LAYERS_NAME = "layers"
+
+
+def layers_alone_spec(name: str) -> DecodeLayersSpec:
+    """One of LAYERS_ALONE, however small its layers are."""
+    config, precision = LAYERS_ALONE[name]
+    spec = decode_layers_spec(config.heads, config.hidden_size, config.intermediate_size, precision, least_weights=0)
+    assert spec is not None, name
+    return spec
+
+
+LAYERS_SPECS: dict[str, DecodeLayersSpec] = {name: layers_alone_spec(name) for name in LAYERS_ALONE}
+
 
 def model_config(name: str) -> LlamaConfig:
     """Return a named configuration, published or made up here."""
@@ -214,7 +255,11 @@ def tested_plan(name: str) -> Plan:
 
 def specs_of(name: str) -> tuple[KernelSpec, ...]:
     """The kernels of one export."""
-    alone = {TAILS_NAME: TAILS, COPIES_NAME: tuple(COPIES.values())}
+    alone: dict[str, tuple[KernelSpec, ...]] = {
+        TAILS_NAME: TAILS,
+        COPIES_NAME: tuple(COPIES.values()),
+        LAYERS_NAME: tuple(LAYERS_SPECS.values()),
+    }
     return alone[name] if name in alone else tested_plan(name).specs()
 
 

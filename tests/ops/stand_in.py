@@ -6,6 +6,8 @@ alone. So what the GPU tests do can be run, and shown to fail, where there is no
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from futransformer import library
+from futransformer.blocks import DecodePass, LayerWeights, Packed, llama_block
 from futransformer.generator.config import LlamaConfig
+from futransformer.generator.int4 import ROW_TILE, unit_bytes
 from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import E4M3, INT4, Precision, get_precision
 from futransformer.generator.specs import (
@@ -25,6 +29,7 @@ from futransformer.generator.specs import (
     AttentionDecodeSpec,
     AttentionPrefillSpec,
     DecodeGemmSpec,
+    DecodeLayersSpec,
     GatherRowsSpec,
     GemmSpec,
     KernelSpec,
@@ -35,7 +40,7 @@ from futransformer.generator.specs import (
 from futransformer.library import KernelLibrary
 from futransformer.ops import attention_decode, attention_prefill, decode_gemm, gemm
 from futransformer.ops.decode_gemm import ROW_ARGUMENTS
-from futransformer.ops.interface import Fp8Output, Phase, Projection, StepRows, Stops
+from futransformer.ops.interface import Fp8Output, Phase, Projection, StepRows, Stops, Stream
 from futransformer.packing import unpack_decode, unpack_e4m3, unpack_int4, unpack_prefill
 from futransformer.reference import ReferenceOps, scaled_linear, with_gain
 from futransformer.sampling import SamplingRows
@@ -92,6 +97,9 @@ class StandInKernel:
             assert arguments.pop("rows") == len(arguments["lengths"])
             tokens, lengths = arguments.pop("tokens"), arguments.pop("lengths")
             self.ops.end_step(tokens, lengths, Stops(**arguments))
+        elif isinstance(spec, DecodeLayersSpec):
+            assert grid == (spec.blocks, 1, 1)
+            self._walk(spec, **arguments)
         else:
             assert isinstance(spec, (AttentionPrefillSpec, AttentionDecodeSpec))
             self._attend(spec, **arguments)
@@ -151,6 +159,36 @@ class StandInKernel:
             if isinstance(spec, DecodeGemmSpec):
                 arguments["best"].copy_(best_of_parts(logits, spec))
 
+    def _walk(self, spec: DecodeLayersSpec, *, layers: Tensor, x: Tensor, residual: Tensor, **arguments: Any) -> None:
+        """All layers, of what lies at the addresses of the table; what blocks send one another nobody sends."""
+        table, lengths = arguments["block_table"], arguments["seqlens_k"]
+        assert arguments["block_table_stride"] == table.shape[1]
+        assert len(layers) == arguments["num_layers"]
+        if lengths > table.numel() * PAGE_SIZE:
+            for out in (x, residual, arguments["sumsq_out"]):
+                out.fill_(torch.nan)
+            return
+        rows = DecodePass(arguments["positions"], arguments["slots"], table, lengths, int(lengths))
+        stream = Stream(x, x.float().square().sum(1, keepdim=True), residual)
+        pages, heads = int(table.max()) + 1, spec.heads
+        page = (pages, heads.num_key_value_heads, PAGE_SIZE, heads.head_dim)
+        for row in layers.tolist():
+            weights: dict[str, Packed] = {}
+            for op, address in zip(spec.projections, row, strict=False):
+                unit = unit_bytes(spec.group_k, spec.zero_points)
+                packed = at_address(address, op.n // ROW_TILE, op.k // spec.group_k, unit)
+                logical = unpack_int4(cast(Projection, op.op), packed, op.n, spec.group_k).dequantise()
+                weights[op.op] = {"decode": logical.float()}
+            k_pages, v_pages = (
+                at_address(address, *page[:3], 2 * page[3]).view(torch.bfloat16) for address in row[4:6]
+            )
+            kv_copy = at_address(row[6], *page[:2], spec.copy.page_bytes(heads.head_dim))
+            pages_of_layer = arguments["rope_table"], k_pages, v_pages
+            stream = llama_block(self.ops, LayerWeights(**weights), stream, rows, *pages_of_layer, kv_copy=kv_copy)
+        x.copy_(stream.x)
+        residual.copy_(stream.residual)
+        arguments["sumsq_out"].zero_()[0] = residual.square().sum()
+
     def _attend(self, spec: AttentionPrefillSpec | AttentionDecodeSpec, *, q: Tensor, **arguments: Any) -> None:
         shape = (-1, spec.heads.num_key_value_heads, PAGE_SIZE, spec.heads.head_dim)
         kv_copy = arguments.get("kv_copy")
@@ -168,6 +206,11 @@ class StandInKernel:
             most = table.shape[1] * PAGE_SIZE
             out = arguments["out"]
             self.ops.attention_decode(*state, lengths, max_seqlen_k=most, out=out, kv_scale=kv_scale, kv_copy=kv_copy)
+
+
+def at_address(address: int, *shape: int) -> Tensor:
+    """The bytes that lie there, to be read and written."""
+    return torch.frombuffer((ctypes.c_uint8 * math.prod(shape)).from_address(address), dtype=torch.uint8).view(shape)
 
 
 def best_of_parts(logits: Tensor, spec: DecodeGemmSpec) -> Tensor:
@@ -202,7 +245,7 @@ def stand_in_library(
     for module in (attention_decode, attention_prefill, gemm):
         monkeypatch.setattr(module, "tensor_map_2d", lambda tensor, *_: tensor)
     monkeypatch.setattr(decode_gemm, "tensor_map_column_groups", lambda tensor, *_: tensor)
-    # of addresses nobody can tell what lies there: layers are walked one by one
+    # layers are walked one by one, unless a test asks for the launch for all
     plan = replace(make_plan(config, precision, mixed=mixed), decode_layers=None)
     nothing_built: Any = {spec.name: () for spec in plan.specs()}
     built = KernelLibrary(config, precision, plan, nothing_built, CPU)

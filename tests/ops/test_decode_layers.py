@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import cast
 
@@ -25,6 +26,7 @@ from futransformer.library import KernelLibrary
 from futransformer.ops.decode_layers import PAGES_AT_ONCE, DecodeLayers
 from futransformer.ops.interface import Ops, Stream
 from futransformer.reference import ReferenceOps, allowed_error, largest_error
+from futransformer.weights import LlamaWeights
 from tests.ops import models
 from tests.ops.test_two_layers import STEPS, RandomModel, check_logits
 
@@ -56,6 +58,13 @@ class Layers:
     def __init__(self, ops: KernelLibrary, context: int) -> None:
         self.ops = ops
         self.random = RandomModel(ops.config, ops.device, ops.precision)
+        self.weights = self.random.weights(ops)
+        self.tokens = torch.full((1,), 7, dtype=torch.int32, device=ops.device)
+        self.begin(context)
+
+    def begin(self, context: int) -> None:
+        """Another text."""
+        ops = self.ops
         torch.manual_seed(4)
         paging = Paging(1, context, ops.device)
         form = ops.precision.copy
@@ -64,8 +73,11 @@ class Layers:
         self.pages = Pages(caches, [copy_of(cache, form) for cache in caches])
         self.before = [tensor.clone() for tensor in self.written()]
         self.rows = paging.decode_pass()
-        self.tokens = torch.full((1,), 7, dtype=torch.int32, device=ops.device)
-        self.weights = self.random.weights(ops)
+
+    @cached_property
+    def of_references(self) -> LlamaWeights:
+        """The weights in float32, whatever a reference rounds."""
+        return self.random.weights(ReferenceOps(self.ops.config, device=self.ops.device, copy=self.ops.precision.copy))
 
     def written(self) -> list[Tensor]:
         """Everything in memory that a step writes to, as bytes."""
@@ -84,7 +96,7 @@ class Layers:
 
     def walk(self, ops: Ops, rows: DecodePass | None = None) -> Stream:
         """Layer by layer."""
-        weights = self.weights if ops is self.ops else self.random.weights(ops)
+        weights = self.weights if ops is self.ops else self.of_references
         stream = ops.gather_rows("decode", weights.embedding, self.tokens)
         for index, layer in enumerate(weights.layers):
             pages = self.pages.layer(index)
@@ -99,18 +111,8 @@ class Layers:
         return Stream(x.clone(), sumsq.clone(), residual.clone())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_against_the_reference_and_single_kernels(gpu_ops: GpuOps, model: str, context: int) -> None:
-    layers = Layers(gpu_ops(model), context)
-    chained = layers.walk(layers.ops)
-    stored = [tensor.clone() for tensor in layers.written()]
-    layers.restore()
-    ours = layers.launch(layers.bound())
-    # of the first layer nothing but the order of sums differs, of the second what was rounded of it as well
-    for tensor, by_chain in list(zip(layers.written(), stored, strict=True))[:2]:
-        assert (tensor != by_chain).sum() <= 0.02 * (by_chain != 0).sum()
+def check_against_the_reference(layers: Layers, ours: Stream) -> None:
+    """What one launch left, by the two-times rule; the cache is then the references'."""
     layers.restore()
     exact, rounded = (
         layers.walk(
@@ -125,28 +127,25 @@ def test_against_the_reference_and_single_kernels(gpu_ops: GpuOps, model: str, c
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
     # Of terms that are not negative a sum of depth d loses at most d roundings; either sum is less than 80 deep.
     torch.testing.assert_close(ours.sumsq.sum(1), ours.residual.square().sum(1), rtol=2 * 80 * 2**-24, atol=0)
-    assert chained.x.isfinite().all()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
-def test_every_run_gives_the_same_bits(gpu_ops: GpuOps, model: str) -> None:
-    layers = Layers(gpu_ops(model), 700)
-    bound = layers.bound()
+def check_runs(layers: Layers, bound: DecodeLayers, runs: int) -> Stream:
+    """One launch, and the same bits of ``runs`` others."""
+    layers.restore()
     first = layers.launch(bound)
     stored = [tensor.clone() for tensor in layers.written()]
-    for _ in range(RUNS):
+    for _ in range(runs):
         layers.restore()
         again = layers.launch(bound)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(layers.written(), stored, strict=True))
+    return first
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", MODELS)
-def test_a_row_without_a_sequence_or_beyond_its_pages(gpu_ops: GpuOps, model: str) -> None:
-    layers = Layers(gpu_ops(model), 130)
-    bound, rows = layers.bound(), layers.rows
+def check_no_sequence_and_beyond(layers: Layers, bound: DecodeLayers) -> None:
+    """A row whose text is longer than its pages is NaN; one without a sequence is none, and leaves the cache alone."""
+    layers.restore()
+    rows = layers.rows
     beyond = torch.full_like(rows.seqlens_k, rows.block_table.shape[1] * PAGE_SIZE + 1)
     found = layers.launch(bound, DecodePass(rows.positions, rows.slots, rows.block_table, beyond, rows.max_seqlen_k))
     assert found.x.isnan().all()
@@ -155,6 +154,64 @@ def test_a_row_without_a_sequence_or_beyond_its_pages(gpu_ops: GpuOps, model: st
     found = layers.launch(bound, DecodePass(rows.positions, no_slot, rows.block_table, none, rows.max_seqlen_k))
     assert found.residual.isfinite().all()
     assert all(torch.equal(now, before) for now, before in zip(layers.written(), layers.before, strict=True))
+
+
+def check_layers(ops: KernelLibrary, contexts: Sequence[int]) -> None:
+    """All of these, of one set of weights."""
+    layers = Layers(ops, contexts[0])
+    check_no_sequence_and_beyond(layers, layers.bound())
+    for context in contexts:
+        layers.begin(context)
+        ours = check_runs(layers, layers.bound(), 1)
+        check_new_token(layers)
+        check_against_the_reference(layers, ours)
+
+
+def check_new_token(layers: Layers) -> None:
+    """Of a cache that a launch has written: K and V of the newest token are there, and no other's have changed."""
+    page, token = divmod(int(layers.rows.slots), PAGE_SIZE)
+    written, before = layers.written(), layers.before
+    for index, (now, then) in enumerate(zip(written, before, strict=True)):
+        pages = index < 2 * LAYERS
+        changed = (now != then).flatten(2)  # [page, head, byte]
+        assert changed[page].any()
+        changed[page] = False
+        assert not changed.any()
+        if pages:
+            of_token = now[page].clone()
+            of_token[:, token] = then[page, :, token]
+            assert torch.equal(of_token, then[page])
+            assert now[page, :, token].contiguous().view(torch.bfloat16).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_against_the_reference_and_single_kernels(gpu_ops: GpuOps, model: str, context: int) -> None:
+    layers = Layers(gpu_ops(model), context)
+    chained = layers.walk(layers.ops)
+    stored = [tensor.clone() for tensor in layers.written()]
+    layers.restore()
+    ours = layers.launch(layers.bound())
+    # of the first layer nothing but the order of sums differs, of the second what was rounded of it as well
+    for tensor, by_chain in list(zip(layers.written(), stored, strict=True))[:2]:
+        assert (tensor != by_chain).sum() <= 0.02 * (by_chain != 0).sum()
+    check_against_the_reference(layers, ours)
+    assert chained.x.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_every_run_gives_the_same_bits(gpu_ops: GpuOps, model: str) -> None:
+    layers = Layers(gpu_ops(model), 700)
+    check_runs(layers, layers.bound(), RUNS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_a_row_without_a_sequence_or_beyond_its_pages(gpu_ops: GpuOps, model: str) -> None:
+    layers = Layers(gpu_ops(model), 130)
+    check_no_sequence_and_beyond(layers, layers.bound())
 
 
 @pytest.mark.gpu

@@ -3,10 +3,12 @@
     python -m tests.ops.models FOLDER EXPORT...                                 # where nvcc is; those of EXPORTS
     python -m tests.sanitize.planted FOLDER
     python -m tests.sanitize --kernels FOLDER --output RESULTS                  # on a Hopper GPU; needs no nvcc
+    python -m tests.sanitize --kernels FOLDER --output RESULTS --only PATTERN --merge
 
 First each tool has to run the sound kernel and to find what is planted for it; then it runs over the exports, several
 at a time, and once over a kernel that several exports have. All that it says is told by kernel in
-RESULTS/sanitize.json, and stays in RESULTS/sanitize-logs.
+RESULTS/sanitize.json, and stays in RESULTS/sanitize-logs. --only runs the cases of the kernels whose names match a
+pattern, --merge keeps what the file says of all others; each row that is put in says of which commit it is.
 Exit status: 0 clean; 1 something was said, wrong, or left out; 2 the tools cannot run here, or find nothing.
 """
 
@@ -29,11 +31,12 @@ from typing import Any
 
 from futransformer.bench import results
 from futransformer.generator.errors import InputError
-from tests.sanitize import planted, runner
+from tests.sanitize import merged, planted, runner
 from tests.sanitize.runner import TOOLS, Run, Tally
 
 # The longest first: each process has what is left of the time, and those that come free help those that are not done.
 EXPORTS = (
+    "layers",
     "narrow-head",
     "narrow-head-fp8",
     "narrow-head-bf16-fp8-head8",
@@ -70,18 +73,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="RESULTS", help="where the results go")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="some of the tools (default: all)")
     parser.add_argument("--export", action="append", help=f"some of the exports (default: {', '.join(EXPORTS)})")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="of kernels' names, as of files")
+    parser.add_argument("--merge", action="store_true", help="keep what RESULTS/sanitize.json says of other kernels")
     parser.add_argument("--seconds", type=float, default=160.0, help="for everything (default: 160)")
     parser.add_argument("--jobs", type=int, help="processes at once (default: half the cores, at most 8)")
     parser.add_argument("--commit", metavar="SHA", help="the commit checked, where there is no git history")
     parser.add_argument("--compute-sanitizer", type=Path, metavar="FILE", help="the program (default: looked for)")
     args = parser.parse_args(argv)
     start = time.monotonic()
-    tools, exports = args.tool or TOOLS, args.export or EXPORTS
+    tools, exports = args.tool or TOOLS, with_chosen(args.export or EXPORTS, args.kernels, args.only)
     jobs = args.jobs or max(1, min(8, (os.cpu_count() or 1) // 2))
     logs = args.output / "sanitize-logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     try:
+        if not exports:
+            raise CannotRunError(f"no export in {args.kernels} has a kernel like {' or '.join(args.only)}")
         sanitizer = find_sanitizer(args.compute_sanitizer)
         version = version_of(sanitizer)
         where = results.environment(args.commit)
@@ -92,17 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compute-sanitizer cannot run here: {error}", flush=True)
         return 2
     tasks = [(tool, export) for export in exports for tool in tools]
-    runs = run_all(sanitizer, 2 * tasks, args.kernels, logs, start + args.seconds, jobs)
-    content = results.document("sanitize", where, rows_of(runs))
+    runs = run_all(sanitizer, 2 * tasks, args.kernels, logs, start + args.seconds, jobs, args.only)
+    content = results.document("sanitize", where, rows_of(runs, args.only))
     content |= {
         "version": version,
         "planted": findings,
         "messages": [message for run in runs for message in run.messages],
         "failures": [failure for run in runs for failure in run.failures],
-        "left_out": [*(case for run in runs for case in run.left_out), *runner.never_launched(runs, args.kernels)],
+        "left_out": [
+            *(case for run in runs for case in run.left_out),
+            *runner.never_launched(runs, args.kernels, args.only),
+        ],
         "seconds": round(time.monotonic() - start, 1),
     }
-    path = results.write(args.output, content)
+    earlier = merged.read(args.output) if args.merge else None
+    path = results.write(args.output, content if earlier is None else merged.into(earlier, content, runs))
     show(content)
     print(f"{content['seconds']} s; all of it in {path} and {logs}")
     return 1 if content["messages"] or content["failures"] or content["left_out"] else 0
@@ -134,8 +145,19 @@ def version_of(sanitizer: Path) -> str:
     return version[1]
 
 
+def with_chosen(exports: Sequence[str], kernels: Path, only: Sequence[str]) -> list[str]:
+    """The exports that have a kernel to be run; of all kernels, all exports."""
+    return [name for name in exports if not only or runner.kernel_names(kernels / name, only)]
+
+
 def run_all(
-    sanitizer: Path, tasks: list[tuple[str, str]], kernels: Path, logs: Path, end: float, jobs: int
+    sanitizer: Path,
+    tasks: list[tuple[str, str]],
+    kernels: Path,
+    logs: Path,
+    end: float,
+    jobs: int,
+    only: Sequence[str] = (),
 ) -> list[Run]:
     """Run (tool, export) by (tool, export), ``jobs`` at once, each with what is left of the time.
 
@@ -153,7 +175,15 @@ def run_all(
         if not (kernels / export / "manifest.json").is_file():
             return Run(tool, export, failures=[f"{tool}/{export}: {kernels / export} holds no export"])
         run = runner.run(
-            sanitizer, tool, export, kernels, logs, seconds=max(seconds, 1.0), threads=threads, index=index
+            sanitizer,
+            tool,
+            export,
+            kernels,
+            logs,
+            seconds=max(seconds, 1.0),
+            threads=threads,
+            index=index,
+            only=only,
         )
         done.add(task)
         counts = f"{len(run.messages)} messages, {len(run.failures)} failures, {len(run.left_out)} left out"
@@ -193,8 +223,11 @@ def what_was_found(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row a tool and kernel, with the export that it was found in first."""
+def rows_of(runs: Sequence[Run], only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """A row a tool and kernel, with the export that it was found in first.
+
+    What was launched beside the kernels that were asked for has no row, unless something was said of it.
+    """
     first: dict[tuple[str, str], str] = {}
     sums: dict[tuple[str, str], Tally] = defaultdict(Tally)
     for run in runs:
@@ -204,6 +237,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [
         {"case": f"sanitize/{tool}/{name}", "export": first[tool, name], **asdict(tally)}
         for (tool, name), tally in sums.items()
+        if runner.is_chosen(name, only) or tally.errors or tally.warnings
     ]
 
 

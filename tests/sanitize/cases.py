@@ -6,7 +6,8 @@ an object a line: ``{"begin": case}`` before a case, and after it ``{"case": ...
 come first; every kernel of an export is launched by some case.
 
 Exports share kernels, and one may have two processes: a case runs where it is the first to claim something that it
-covers, by a file in the folder of claims, which the processes of a tool share.
+covers, by a file in the folder of claims, which the processes of a tool share. ``--only PATTERN``, as often as wanted:
+the cases of such kernels alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,21 +39,36 @@ from futransformer.ops.interface import PROJECTIONS, Projection
 from tests.ops import test_attention_decode as decode_attention
 from tests.ops import test_attention_prefill as prefill_attention
 from tests.ops import test_decode_gemm as decode_gemm
+from tests.ops import test_decode_layers as decode_layers
 from tests.ops import test_gemm as prefill_gemm
 from tests.ops import test_next_tokens as next_tokens
 from tests.ops import test_odd_shapes as odd_shapes
 from tests.ops import test_sampling as sampling
 from tests.ops import test_step as step
-from tests.ops.models import COPIES, COPIES_NAME, TAILS, TAILS_NAME, model_config, precision_of, tested_plan
+from tests.ops.models import (
+    COPIES,
+    COPIES_NAME,
+    LAYERS_ALONE,
+    LAYERS_NAME,
+    LAYERS_SPECS,
+    TAILS,
+    TAILS_NAME,
+    model_config,
+    precision_of,
+    tested_plan,
+)
 from tests.ops.stand_in import CPU
 from tests.sanitize import planted
-from tests.sanitize.remote import RemoteKernel, map_on_the_host, remote_kernel, remote_library
+from tests.sanitize.remote import RemoteKernel, layers_library, map_on_the_host, remote_kernel, remote_library
+from tests.sanitize.runner import is_chosen
 
 PROMPTS = ((0, 0), (1, 1), (65, 65), (17, 81), (129, 130), (3, 67))  # (queries, keys)
 LENGTHS = (0, 1, 63, 64, 65, 200)  # of the sequences of a decode batch
 MOST_ROWS = 300  # of a prefill: two tiles of 128 and a part
 EMPTY_ROWS = 3  # of a decode kernel's batch tile
 TAIL_ROWS = (127, 300)
+CONTEXTS = (700, 130, 1)  # tokens of the one sequence that all layers are launched for
+LARGE_LAYERS = 10_000  # features of an MLP from which on a tool has time for the first alone
 RING_TURNS = 8
 
 Launched = Callable[[str], None]
@@ -62,7 +79,11 @@ class Case(NamedTuple):
 
     name: str
     run: Callable[[], None]
-    covers: tuple[str, ...]
+    covers: tuple[str, ...]  # names of kernels, behind which it may be told how they are launched
+
+    def is_chosen(self, only: Sequence[str]) -> bool:
+        """Whether it covers a kernel whose name is like one of the patterns."""
+        return any(is_chosen(re.split(r"[/ ]", what)[0], only) for what in self.covers)
 
 
 def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, launched: Launched) -> Iterator[Case]:
@@ -86,6 +107,11 @@ def cases_of(export: str, kernels: Path, tool: str, patch: pytest.MonkeyPatch, l
         for name, attention in COPIES.items():
             over_copy = AttentionDecode(cast(Kernel, remote_kernel(attention, built, launched)))
             yield Case(f"attention_decode/{name}", partial(check_attention_decode, over_copy), (attention.name,))
+    elif export == LAYERS_NAME:
+        built = load_or_build(tuple(LAYERS_SPECS.values()), folder=folder)
+        for name, layers in LAYERS_SPECS.items():
+            library = partial(layers_library, *LAYERS_ALONE[name], layers, built, patch, launched)
+            yield Case(f"decode_layers/{name}", partial(check_layers, library), (layers.name,))
     else:
         plan = tested_plan(export)
         built = load_or_build(plan.specs(), folder=folder)
@@ -104,6 +130,8 @@ def model_cases(ops: KernelLibrary) -> Iterator[Case]:
     yield case("step", partial(check_step, ops), plan.step_begin, plan.step_end)
     yield case("attention_decode", partial(check_attention_decode, ops._attention_decode), plan.attention_decode)
     yield case("attention_prefill", partial(check_attention_prefill, ops), plan.attention_prefill)
+    if plan.decode_layers is not None:
+        yield case("decode_layers", partial(check_layers, lambda: ops), plan.decode_layers)
     shapes = projections(ops.config)
     for op in sorted(PROJECTIONS, key=lambda op: shapes[op][0] * shapes[op][1]):
         for spec, rows in rows_of_each_kernel(ops, op).items():
@@ -152,6 +180,13 @@ def check_attention_prefill(ops: KernelLibrary) -> None:
     codes = ops.precision.kv == E4M3
     prompts = prefill_attention.Problem(ops, spec.heads, PROMPTS, fp8=spec.fp8_out, codes=codes)
     prompts.check(prompts.run())
+
+
+def check_layers(library: Callable[[], KernelLibrary]) -> None:
+    """Texts of many pages, a few and one; the library is made when the case is run."""
+    ops = library()
+    large = ops.config.intermediate_size >= LARGE_LAYERS
+    decode_layers.check_layers(ops, CONTEXTS[: 1 if large else None])
 
 
 def run_planted(fault: str, kernel: RemoteKernel) -> None:
@@ -203,6 +238,7 @@ def main() -> None:
     parser.add_argument("--tool", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--claims", type=Path, required=True)
+    parser.add_argument("--only", action="append", default=[])
     args = parser.parse_args()
     launches: Counter[str] = Counter()
 
@@ -211,7 +247,8 @@ def main() -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         cases = cases_of(args.export, args.kernels, args.tool, patch, launched)
-        for line in run_cases(cases, launches, args.seconds, args.claims):
+        chosen = (case for case in cases if case.is_chosen(args.only))
+        for line in run_cases(chosen, launches, args.seconds, args.claims):
             print(json.dumps(line), flush=True)
 
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,25 @@ class Run:
     messages: list[str] = field(default_factory=list)  # of the tool, each once
     failures: list[str] = field(default_factory=list)  # wrong results, launches that failed, a killed process
     left_out: list[str] = field(default_factory=list)  # cases
+    ended: list[str] = field(default_factory=list)  # cases, right or wrong
 
 
 def run(
-    sanitizer: Path, tool: str, export: str, kernels: Path, logs: Path, *, seconds: float, threads: int, index: int
+    sanitizer: Path,
+    tool: str,
+    export: str,
+    kernels: Path,
+    logs: Path,
+    *,
+    seconds: float,
+    threads: int,
+    index: int,
+    only: Sequence[str] = (),
 ) -> Run:
     """Run within ``seconds``; the tool's log and the process's output stay in ``logs``, and so do the tool's claims.
 
-    ``threads`` are those of PyTorch on the CPU; runs at the same time have different indices.
+    ``threads`` are those of PyTorch on the CPU; runs at the same time have different indices. ``only``: patterns of the
+    kernels whose cases are run.
     """
     log = logs / f"{tool}-{export}-{index}.log"
     claims = logs / f"claims-{tool}"
@@ -79,6 +91,7 @@ def run(
     command += [*OPTIONS, *TOOL_OPTIONS[tool]]
     command += [sys.executable, "-m", "tests.sanitize.cases", "--kernels", str(kernels), "--export", export]
     command += ["--tool", tool, "--seconds", f"{max(seconds - START_SECONDS, 1):.0f}", "--claims", str(claims)]
+    command += [f"--only={pattern}" for pattern in only]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     with log.with_suffix(".out").open("w+") as out, log.with_suffix(".err").open("w+") as err:
         child = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
@@ -117,6 +130,7 @@ def judge(tool: str, export: str, lines: str, log: Log) -> Run:
             under_way = said["begin"]
         else:
             under_way = None
+            result.ended.append(f"{tool}/{export}/{said['case']}")
             _count(result, said)
     if under_way is not None:
         result.failures.append(f"{tool}/{export}/{under_way}: did not end")
@@ -138,14 +152,14 @@ def judge(tool: str, export: str, lines: str, log: Log) -> Run:
     return result
 
 
-def never_launched(runs: Sequence[Run], kernels: Path) -> list[str]:
-    """Kernels of the exports that no run of a tool launched, in a sentence each."""
+def never_launched(runs: Sequence[Run], kernels: Path, only: Sequence[str] = ()) -> list[str]:
+    """Kernels of the exports that no run of a tool launched, though they were asked for, in a sentence each."""
     found = []
     for tool in dict.fromkeys(run.tool for run in runs):
         of_tool = [run for run in runs if run.tool == tool]
         known = {name for run in of_tool for name, tally in run.tallies.items() if tally.launches}
         for export in dict.fromkeys(run.export for run in of_tool):
-            never = kernel_names(kernels / export) - known
+            never = kernel_names(kernels / export, only) - known
             known |= never
             found += [f"{tool}/{export}: kernel {name} was not launched" for name in sorted(never)]
     return found
@@ -162,12 +176,17 @@ def _count(result: Run, case: dict[str, Any]) -> None:
         result.failures.append(f"{result.tool}/{result.export}/{case['case']}: {case['failure']}")
 
 
-def kernel_names(folder: Path) -> frozenset[str]:
-    """The kernels of an export; none where there is no export."""
+def is_chosen(kernel: str, only: Sequence[str]) -> bool:
+    """Whether a kernel's name is like one of the patterns; all are, where there are none."""
+    return not only or any(fnmatchcase(kernel, pattern) for pattern in only)
+
+
+def kernel_names(folder: Path, only: Sequence[str] = ()) -> frozenset[str]:
+    """The kernels of an export that are asked for; none where there is no export."""
     if not (folder / "manifest.json").is_file():
         return frozenset()
     manifest = json.loads((folder / "manifest.json").read_text())
-    return frozenset(kernel["name"] for kernel in manifest["kernels"])
+    return frozenset(kernel["name"] for kernel in manifest["kernels"] if is_chosen(kernel["name"], only))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,18 +16,22 @@ from torch import Tensor
 from futransformer.build.compile import build_kernels
 from futransformer.build.sass import count_instructions, occurrences
 from futransformer.build.settings import BuildSettings
+from futransformer.generator.decode_heuristics import decode_layers_spec
 from futransformer.generator.plan import make_plan
 from futransformer.generator.precision import PRECISIONS, Precision, get_precision
-from futransformer.generator.specs import DecodeLayersSpec
+from futransformer.generator.specs.decode_layers import SETS, SLOT_K
+from futransformer.library import KernelLibrary
 from futransformer.ops.interface import Projection
 from futransformer.reference import ReferenceOps
 from tests.ops import models
-from tests.ops.stand_in import CPU, StandInKernel
+from tests.ops import test_decode_layers as decode_layers
+from tests.ops.stand_in import CPU, StandInKernel, at_address
 from tests.ops.test_two_layers import TINY
-from tests.sanitize import cases, planted, remote, runner
-from tests.sanitize.__main__ import EXPORTS, main
+from tests.sanitize import cases, merged, planted, remote, runner
+from tests.sanitize.__main__ import EXPORTS, main, rows_of
 from tests.sanitize.records import NO_KERNEL, parse
 
+ALONE = (models.TAILS_NAME, models.COPIES_NAME, models.LAYERS_NAME)
 FAKE = Path(__file__).parent / "fake_sanitizer.py"
 
 MEMCHECK = """\
@@ -124,6 +129,88 @@ def sanitize(
     status = main([*arguments, "--export", "tails", "--export", "odd", *options])
     file = output / "sanitize.json"
     return status, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_chosen_kernels_are_put_into_earlier_results(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of others keep their figures, and lines about what has been run since are gone."""
+    status, earlier = sanitize(exports, monkeypatch, "hazard")
+    assert (status, earlier is not None) == (1, True)
+    assert earlier is not None
+    earlier |= {"commit": "old", "seconds": 100.0}
+    earlier["left_out"] = [
+        "racecheck/odd_sm90_1: planned since, no time",
+        "racecheck/odd: kernel tails_sm90_1 was not launched",
+        "memcheck/odd/all",
+        "synccheck/odd/another",
+        "all tools/tails: had no case",
+        "all tools/odd: had no case",
+    ]
+    (exports / "results" / "sanitize.json").write_text(json.dumps(earlier))
+    status, content = sanitize(exports, monkeypatch, "clean", "--only", "odd_*_[01]", "--merge")
+    assert status == 0
+    assert content is not None
+    assert content["commit"] == "old"
+    assert content["seconds"] >= 100
+    rows = {row["case"]: row for row in content["rows"]}
+    assert list(rows) == sorted(row["case"] for row in earlier["rows"])
+    told = {case for case, row in rows.items() if row.get("commit") == "abc"}
+    assert told == {case for case in rows if "/odd_sm90_" in case}
+    assert rows["sanitize/racecheck/tails_sm90_0"] == next(
+        row for row in earlier["rows"] if row["case"] == "sanitize/racecheck/tails_sm90_0"
+    )
+    assert rows["sanitize/racecheck/odd_sm90_0"]["errors"] == 0, "it was a race before"
+    assert [message for message in earlier["messages"] if "odd_sm90_0" not in message] == content["messages"]
+    assert content["left_out"] == [
+        "racecheck/odd: kernel tails_sm90_1 was not launched",
+        "synccheck/odd/another",
+        "all tools/tails: had no case",
+    ]
+    assert content["planted"] == earlier["planted"]
+
+
+def test_a_row_that_is_put_in_says_where_it_was_measured_if_elsewhere() -> None:
+    of = {"commit": "a", "dirty": False, "date": "then", "card": "one", "driver": "1", "version": "2", "versions": {}}
+    nothing: dict[str, Any] = {"planted": [], "messages": [], "failures": [], "left_out": [], "seconds": 1.0}
+    earlier = {**of, **nothing, "rows": [{"case": "a"}, {"case": "c"}]}
+    now = {**of, "commit": "b", "date": "now", "driver": "3", **nothing, "rows": [{"case": "b", "launches": 1}]}
+    content = merged.into(earlier, now, [])
+    put_in = {"case": "b", "launches": 1, "commit": "b", "dirty": False, "date": "now", "driver": "3"}
+    assert content == earlier | {"rows": [{"case": "a"}, put_in, {"case": "c"}], "seconds": 2.0}
+
+
+def test_only_the_chosen_kernels_are_missed(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export without any is not begun; what was launched beside them has no row unless something was said of it."""
+    status, content = sanitize(exports, monkeypatch, "clean", "--only", "*_sm90_1", "--only", "odd_*_3", "--merge")
+    assert status == 0
+    assert content is not None, "there was nothing to be merged with"
+    assert len(content["rows"]) == 3 * 2
+    assert {row["case"].rpartition("/")[2] for row in content["rows"]} == {"tails_sm90_1", "odd_sm90_1"}
+    logs = exports / "results" / "sanitize-logs"
+    sanitize(exports, monkeypatch, "clean", "--only", "odd_*")
+    assert list(logs.glob("memcheck-odd-*.log"))
+    assert not list(logs.glob("memcheck-tails-*.log"))
+    run = runner.Run("memcheck", "odd")
+    run.tallies["chosen"].launches = run.tallies["beside"].launches = 1
+    run.tallies["wrong"].errors = 1
+    assert [row["case"] for row in rows_of([run], ["chosen"])] == [
+        "sanitize/memcheck/chosen",
+        "sanitize/memcheck/wrong",
+    ]
+
+
+def test_kernels_that_no_export_has(
+    exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sanitize(exports, monkeypatch, "clean", "--only", "none_*") == (2, None)
+    assert "has a kernel like none_*" in capsys.readouterr().out
+
+
+def test_a_case_is_chosen_by_the_kernels_that_it_covers() -> None:
+    case = cases.Case("a case", lambda: None, ("gemm_o_sm90/M=127", "gemm_head_sm90 without logits"))
+    assert [case.is_chosen(only) for only in ([], ["*_o_sm90"], ["no", "gemm_head_sm90"], ["*127"], ["logits"])] == [
+        *(True, True, True),
+        *(False, False),
+    ]
 
 
 def test_clean(exports: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,24 +324,20 @@ def test_a_case_for_which_there_is_no_time_is_told_once(tmp_path: Path) -> None:
 
 
 def test_every_kernel_of_the_exports_has_a_case() -> None:
+    of_models = [export for export in EXPORTS if export not in ALONE]
     covered: set[str] = set()
-    for export in EXPORTS:
-        if export not in (models.TAILS_NAME, models.COPIES_NAME):
-            plan, config = models.tested_plan(export), models.model_config(export)
-            ops: Any = SimpleNamespace(plan=plan, config=config, _attention_decode=None)
-            covered |= {kernel for case in cases.model_cases(ops) for kernel in case.covers}
-    for export in EXPORTS:
-        if export not in (models.TAILS_NAME, models.COPIES_NAME):
-            specs = models.specs_of(export)
-            # Of decode_layers tensors are addresses in a table, which cannot be copied for a tool: it is told as not
-            # launched.
-            assert {spec.name for spec in specs if not isinstance(spec, DecodeLayersSpec)} <= covered
+    for export in of_models:
+        plan, config = models.tested_plan(export), models.model_config(export)
+        ops: Any = SimpleNamespace(plan=plan, config=config, _attention_decode=None)
+        covered |= {kernel for case in cases.model_cases(ops) for kernel in case.covers}
+    for export in of_models:
+        assert {spec.name for spec in models.specs_of(export)} <= covered
 
 
 @pytest.mark.parametrize("file", ["Makefile", "CONTRIBUTING.md"])
 def test_the_exports_that_are_built_are_those_that_are_run(file: str) -> None:
     text = (Path(__file__).parents[2] / file).read_text()
-    command = next(line for line in text.replace("\\\n", " ").splitlines() if " tails copies " in line)
+    command = next(line for line in text.replace("\\\n", " ").splitlines() if " tails copies layers " in line)
     assert sorted(command.split()[command.split().index("tails") :]) == sorted(EXPORTS)
 
 
@@ -285,6 +368,97 @@ def test_a_launch_sees_exactly_its_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     residual, out = given[-1]["residual"], given[-1]["out"]
     assert residual.data_ptr() == out.data_ptr() != room.data_ptr()
     assert out.untyped_storage().nbytes() == 2 * 2 * TINY.hidden_size
+
+
+# The launch for all layers, whose tensors are addresses in a table
+
+NARROW = replace(TINY, name="narrow", intermediate_size=1088)  # a row tile of gate_up for each of 132 blocks
+
+
+@pytest.fixture
+def narrow_layers(monkeypatch: pytest.MonkeyPatch, answering: None) -> tuple[KernelLibrary, Counter[str]]:
+    """Layers so narrow that no plan has the launch, and how often it was made."""
+    precision = get_precision("int4-g32-asym-kv4")
+    config = NARROW
+    spec = decode_layers_spec(config.heads, config.hidden_size, config.intermediate_size, precision, least_weights=0)
+    assert spec is not None
+    launches: Counter[str] = Counter()
+    built: Any = {spec.name: (None, b"")}
+    ops = remote.layers_library(config, precision, spec, built, monkeypatch, lambda name: launches.update([name]))
+    return ops, launches
+
+
+def test_all_layers_of_narrow_ones(narrow_layers: tuple[KernelLibrary, Counter[str]]) -> None:
+    ops, launches = narrow_layers
+    cases.check_layers(lambda: ops)
+    assert list(launches.values()) == [2 + 2 * len(cases.CONTEXTS)]
+
+
+def test_a_table_names_copies_that_are_written_back(narrow_layers: tuple[KernelLibrary, Counter[str]]) -> None:
+    ops, _ = narrow_layers
+    layers = decode_layers.Layers(ops, 130)
+    layers.launch(layers.bound())
+    decode_layers.check_new_token(layers)
+    (launch,) = (arguments for arguments in given if "layers" in arguments)
+    table: Tensor = launch["layers"]
+    on_host = [tensor for index in range(2) for tensor in held(layers, index)]
+    assert table.shape == (2, 7)
+    assert not {tensor.data_ptr() for tensor in on_host} & set(table.flatten().tolist())
+    assert len(set(table.flatten().tolist())) == 2 * 7
+
+
+@pytest.mark.parametrize("wrong", ["o", "x", "k_pages", "kv_copy"])
+def test_all_layers_wrong(
+    narrow_layers: tuple[KernelLibrary, Counter[str]], monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """A weight that is another layer's, x that is left alone, and writes to places that are nobody's are found."""
+    ops, _ = narrow_layers
+    walk = StandInKernel._walk
+
+    def faulty(kernel: StandInKernel, spec: Any, *, layers: Tensor, x: Tensor, **arguments: Any) -> None:
+        table = layers.clone()
+        if wrong == "o":
+            table[1, 1] = table[0, 1]
+        before = x.clone()
+        walk(kernel, spec, layers=table, x=x, **arguments)
+        if wrong == "x":
+            x.copy_(before)
+        elif wrong in ("k_pages", "kv_copy"):
+            page = int(arguments["block_table"][0, 0])  # not the newest token's
+            size = spec.copy.page_bytes(64) if wrong == "kv_copy" else 64 * 2 * 64
+            at_address(int(table[1, 4 if wrong == "k_pages" else 6]), page + 1, 2, size)[page, 1, -1] ^= 1
+
+    monkeypatch.setattr(StandInKernel, "_walk", faulty)
+    with pytest.raises(AssertionError):
+        cases.check_layers(lambda: ops)
+
+
+def held(layers: decode_layers.Layers, index: int) -> list[Tensor]:
+    """What a layer's row of the table names."""
+    weights = layers.weights.layers[index]
+    of_ops = [weight["decode"] for weight in (weights.qkv, weights.o, weights.gate_up, weights.down)]
+    return [*of_ops, *layers.pages.layer(index), layers.pages.copy_layer(index)]
+
+
+@pytest.mark.parametrize("name", models.LAYERS_ALONE)
+def test_the_launch_alone_is_that_of_its_plan_if_it_has_one(name: str) -> None:
+    config, precision = models.LAYERS_ALONE[name]
+    planned = make_plan(config, precision).decode_layers
+    assert planned in (None, models.LAYERS_SPECS[name])
+    assert (planned is None) == (name not in ("8b", "two-windows"))
+
+
+def test_every_way_through_a_layer_is_among_those_alone() -> None:
+    specs = models.LAYERS_SPECS.values()
+    assert {spec.group_k for spec in specs} == {128, 64, 32}
+    assert {(spec.group_k, spec.zero_points) for spec in specs} >= {(128, False), (128, True), (32, True)}
+    assert {spec.heads.head_dim for spec in specs} == {64, 128}
+    assert {spec.heads.group for spec in specs} == {1, 2, 3, 4, 8}
+    assert {spec.copy.suffix for spec in specs} == {"-kv4", "-kv4-head", "-kv4-h0"}
+    ks = [[projection.k for projection in spec.projections] for spec in specs]
+    assert {all(k % SLOT_K == 0 for k in of_spec) for of_spec in ks} == {True, False}
+    assert {spec.hidden_size % (SETS * SLOT_K) == 0 for spec in specs} == {True, False}
+    assert {max(of_spec) > spec.window_k for of_spec, spec in zip(ks, specs, strict=True)} == {True, False}
 
 
 # The planted kernels
