@@ -57,6 +57,7 @@ ATTENTION_REGISTERS = 104  # that a thread of attention_decode takes on its sche
 WGMMA_ROW_TILES = 4  # that a warpgroup multiplies together
 WGMMA_GROUPS = 2  # four are slower (8B, gate_up at 32 sequences: 28.1 us, of two 26.2)
 WGMMA_K = 256  # of a stage; of four stages instead of three gate_up takes 26.5 us
+WGMMA_SPLIT_STAGES = 5  # where warpgroups share K
 FEW_STAGE_BYTES = 16_384  # up to eight sequences; four stages of weights alone let three blocks share a multiprocessor
 FEW_STAGES = 4
 FEW_STAGE_K = 128  # at least
@@ -149,7 +150,7 @@ def _of_units(
     then that whose busiest multiprocessor is done first. Of equals few row tiles, but many of INT4, where x is most of
     the traffic. 8B: four in clusters of four up to 8 sequences and of two above, in place of one and six; INT4 eight in
     clusters of four, in place of six. Chosen by this arithmetic, not by measurement, but for INT4 of 16 sequences,
-    where shapes whose lanes load x come first (8B, a layer: 60.7 us, so 57.4), and of 32 (see _suits_wgmma).
+    where shapes whose lanes load x come first (8B, a layer: 60.7 us, so 57.4), and of 32 (see _warpgroups).
     """
     if plain.row_tiles % unit == 0 and plain.batch_tile % plain.split_k == 0:
         return shaped(_Shape(plain.row_tiles, plain.split_k, copy))
@@ -420,8 +421,8 @@ def _int4(
         fit, whole = ((shared_share(blocks) - inbox) // stage_bytes for blocks in (2, 1))
         fit = max(fit, min(whole, least_stages))
     chosen = spec(max(2, min(fit, MAX_STAGES, of_slice)), 0 if ring else ahead)
-    if _suits_wgmma(chosen):
-        return _by_warpgroups(chosen)
+    if groups := _warpgroups(chosen):
+        return _by_warpgroups(chosen, *groups)
     waves = chosen.blocks > chosen.blocks_per_sm * _MULTIPROCESSORS
     short = k <= ONE_IN_FLIGHT_STAGES * split_k * chosen.stage_k
     bound = INT4_RING_IN_FLIGHT.get((op, batch_tile), 0) if chosen.x_in_ring else INT4_IN_FLIGHT[batch_tile]
@@ -436,36 +437,51 @@ def _int4(
     )
 
 
-def _suits_wgmma(spec: DecodeGemmSpec) -> bool:
-    """Whether two warpgroups multiply what warps would: from 32 sequences on, where a block has enough row tiles.
+def _warpgroups(spec: DecodeGemmSpec) -> tuple[int, int] | None:
+    """Two warpgroups by row tiles or by K, where they multiply what warps would: from 32 sequences on.
 
-    A product of 64 rows takes as long as of fewer, so at most a quarter of the rows that they multiply may be repeats;
-    and one warpgroup alone makes operands and multiplies by turns (8B at 32 and 64 sequences: gate_up of 14 row tiles
-    26.2 and 34.0 us, by warps 28.7 and 52.8; qkv of six 10.4 and 14.3, and 10.7 and 16.6; o of four 8.8 and 14.0, and
-    8.1 and 11.0). A head, whose blocks come in eight waves, was not measured; shapes that write an INT4 copy were at 32
-    sequences, in 96 blocks that run all at once (8B, a layer: 75.2 us, by warps 76.4).
+    One warpgroup alone makes operands and multiplies by turns. Two share the row tiles, where a block has enough: a
+    product of 64 rows takes as long as of fewer, so at most a quarter of what they multiply may be repeats (8B at 32
+    and 64 sequences: gate_up of 14 row tiles 26.2 and 34.0 us, by warps 28.7 and 52.8; qkv of six 10.4 and 14.3, and
+    10.7 and 16.6). Shapes that write an INT4 copy were measured in 96 blocks that run all at once (a layer: 75.2 us, by
+    warps 76.4; at 64 115.6 and 120.5). A head, whose blocks come in eight waves, was not.
+    Else each has all 64 rows and every other unit of K, at 64 sequences, and at 32 where lanes would load x (o: 9.8 and
+    7.0 us, by warps 10.5 and 7.4; down at 64 25.4 and 28.2, but at 32, where x comes by the ring, 16.9 and 16.6).
     """
+    if spec.op == "lm_head" or spec.batch_tile < 32 or spec.k % (spec.split_k * WGMMA_K) != 0:
+        return None
     at_once = WGMMA_ROW_TILES * WGMMA_GROUPS
     multiplied = -(-spec.row_tiles // at_once) * at_once
-    whole = spec.k % (spec.split_k * WGMMA_K) == 0
-    full = 4 * spec.row_tiles >= 3 * multiplied
-    measured = spec.copy is None or (spec.batch_tile == 32 and WGMMA_COPY_BLOCKS <= spec.blocks <= _MULTIPROCESSORS)
-    return spec.op != "lm_head" and spec.batch_tile >= 32 and spec.x_in_ring and whole and full and measured
+    copies = spec.copy is not None and not WGMMA_COPY_BLOCKS <= spec.blocks <= _MULTIPROCESSORS
+    if spec.x_in_ring and 4 * spec.row_tiles >= 3 * multiplied and not copies:
+        return WGMMA_GROUPS, 1
+    pairs = spec.row_tiles == WGMMA_ROW_TILES and spec.split_k == 2 and spec.blocks <= _MULTIPROCESSORS
+    if pairs and spec.copy is None and (spec.batch_tile == 64 or not spec.x_in_ring):
+        return 1, WGMMA_GROUPS
+    return None
 
 
-def _by_warpgroups(spec: DecodeGemmSpec) -> DecodeGemmSpec:
-    """The same by two warpgroups. At 32 sequences, if all blocks run at once, one stage of gate_up's ring, and of one
-    beside a copy, is not under way; and where three are more than half of a multiprocessor's shared memory, so that no
-    other block would start beside this one, there are four (8B, gate_up in the chain: 60.6 us a layer, of three with
-    two under way 59.6, of four with three 59.3; qkv gains nothing by either).
+def _by_warpgroups(spec: DecodeGemmSpec, rows: int, split: int) -> DecodeGemmSpec:
+    """The same by ``rows`` x ``split`` warpgroups.
+
+    If all blocks run at once, a stage of the ring is not under way, but of qkv's; and where three stages are more than
+    half of a multiprocessor's shared memory, so that no other block would start beside this one, there are four if
+    there is room (8B, gate_up in the chain at 32 sequences: 60.6 us a layer, of three with two under way 59.6, of four
+    with three 59.3; at 64 83.5, of three with two 82.0; qkv gains nothing by either). By K five, four under way.
     """
-    spec = replace(spec, warp_rows=WGMMA_GROUPS, warp_split=1, wgmma=True, stages=MIN_STAGES, stage_k=WGMMA_K)
+    stages = MIN_STAGES if split == 1 else WGMMA_SPLIT_STAGES
+    spec = replace(
+        spec, warp_rows=rows, warp_split=split, wgmma=True, x_ahead=0, stages=stages, stage_k=WGMMA_K, next_at="start"
+    )
     if spec.blocks > _MULTIPROCESSORS:
         return replace(spec, next_at="lead", rotate=True)
-    if spec.batch_tile > 32 or (spec.op != "gate_up" and spec.copy is None):
-        return replace(spec, next_at="start")
-    longer = replace(spec, stages=spec.stages + (spec.shared_bytes > shared_share(2)))
-    return replace(longer, next_at="start", in_flight=longer.stages - 1)
+    if split > 1:
+        return replace(spec, in_flight=stages - 1)
+    if spec.op != "gate_up" and spec.copy is None:
+        return spec
+    room = shared_share(1) - inbox_bytes(spec.batch_tile, spec.row_tiles, spec.split_k)
+    longer = spec.shared_bytes > shared_share(2) and room >= (stages + 1) * (spec.stage_bytes + 32)
+    return replace(spec, stages=stages + longer, in_flight=stages + longer - 1)
 
 
 def _wide(tiles: int, batch_tile: int, least: int = MIN_ROW_TILES, most: int | None = None) -> int | None:

@@ -486,28 +486,35 @@ def test_wgmma_is_refused_where_it_has_no_kernel(changes: dict[str, Any], messag
 
 @pytest.mark.parametrize("precision", ["int4", "int4-g32-asym", "int4-g64", "int4-channel-asym-head4"])
 @pytest.mark.parametrize("model", CONFIGS)
-def test_wgmma_multiplies_where_warpgroups_are_full(model: str, precision: str) -> None:
-    """At least three quarters of the rows that two warpgroups multiply are a block's own."""
+def test_wgmma_multiplies_where_two_warpgroups_have_enough(model: str, precision: str) -> None:
+    """Three quarters of the rows that two multiply are a block's own, or each has all 64 and half of K."""
     for op, by_batch in make_plan(load_config(model), precision).decode.items():
         for batch, spec in by_batch.items():
-            full = spec.row_tiles in (6, 7, 8, 12, 13, 14, 15, 16) and spec.k % (256 * spec.split_k) == 0
-            assert spec.wgmma == (op != "lm_head" and batch >= 32 and full), f"{op}: {spec.name}"
+            whole = spec.k % (256 * spec.split_k) == 0 and op != "lm_head"
+            by_rows = batch >= 32 and spec.row_tiles in (6, 7, 8, 12, 13, 14, 15, 16)
+            pairs = (spec.row_tiles, spec.split_k) == (4, 2) and spec.blocks <= MULTIPROCESSORS
+            # at 32 in the place of lanes, which have no units of less than 128 k and no long slices
+            short = batch == 32 and spec.group_k == 128 and spec.k <= 4096 * spec.split_k
+            by_k = pairs and (batch == 64 or short)
+            assert spec.wgmma == (whole and (by_rows or by_k)), f"{op}: {spec.name}"
+            if spec.wgmma:
+                assert (spec.warp_rows, spec.warp_split) == ((2, 1) if by_rows else (1, 2)), spec.name
 
 
 def test_the_fastest_layer_of_int4_measured_is_planned() -> None:
-    """8B at 64 sequences, 86 us: qkv and gate_up by wgmma, o and down not."""
-    by_op = make_plan(load_config("llama-3.1-8b"), "int4").decode
-    chosen = {op: (by_op[op][64].row_tiles, by_op[op][64].stage_k, by_op[op][64].wgmma) for op in OPS[:4]}
-    assert chosen == {
-        "qkv": (6, 256, True),
-        "o": (4, 256, False),
-        "gate_up": (14, 256, True),
-        "down": (4, 256, False),
-    }
+    """8B at 64 sequences, 81.9 us, over an INT4 copy 110.8: all by wgmma, qkv and gate_up by rows, o and down by K."""
+    for precision, of_qkv in (("int4", (6, 2, 1, 3, 0)), ("int4-kv4", (8, 2, 1, 4, 3))):
+        by_op = make_plan(load_config("llama-3.1-8b"), precision).decode
+        chosen = {op: by_op[op][64] for op in OPS[:4]}
+        assert all(spec.wgmma and spec.stage_k == 256 for spec in chosen.values())
+        assert {
+            op: (spec.row_tiles, spec.warp_rows, spec.warp_split, spec.stages, spec.in_flight)
+            for op, spec in chosen.items()
+        } == {"qkv": of_qkv, "o": (4, 1, 2, 5, 4), "gate_up": (14, 2, 1, 3, 2), "down": (4, 1, 2, 5, 4)}
 
 
-def test_what_won_the_seventh_round_is_planned() -> None:
-    """8B at 8, 16 and 32 sequences: 37.0, 46.3 and 58.9 us a layer; over an INT4 copy 45.1, 57.6 and 73.5."""
+def test_what_won_the_seventh_and_eighth_rounds_is_planned() -> None:
+    """8B at 8, 16 and 32 sequences: 37.0, 46.3 and 58.5 us a layer; over an INT4 copy 45.1, 57.6 and 72.9."""
     by_op, of_copy = (make_plan(load_config("llama-3.1-8b"), precision).decode for precision in ("int4", "int4-kv4"))
 
     def ring(spec: DecodeGemmSpec) -> tuple[int, ...]:
@@ -523,7 +530,7 @@ def test_what_won_the_seventh_round_is_planned() -> None:
         ("gate_up", 16): (7, 1, 5, 0, 2, 0),
         ("down", 16): (4, 2, 3, 1, 1, 0),
         ("qkv", 32): (6, 2, 3, 0, 0, 0),
-        ("o", 32): (4, 2, 4, 1, 2, 0),
+        ("o", 32): (4, 2, 5, 0, 4, 0),
         ("gate_up", 32): (14, 1, 4, 0, 3, 0),
         ("down", 32): (4, 2, 4, 0, 0, 0),
     }
@@ -534,7 +541,7 @@ def test_what_won_the_seventh_round_is_planned() -> None:
         16: (4, 2, 4, 1, 1, 0),
         32: (8, 2, 3, 0, 2, 0),
     }
-    assert [batch for batch, spec in of_copy["qkv"].items() if spec.wgmma] == [32]
+    assert [batch for batch, spec in of_copy["qkv"].items() if spec.wgmma] == [32, 64]
     assert {op: by_batch for op, by_batch in of_copy.items() if op != "qkv"} == {
         op: by_batch for op, by_batch in by_op.items() if op != "qkv"
     }
@@ -570,12 +577,11 @@ def test_what_was_measured_of_8b_is_planned_where_the_reason_holds(model: str, p
                 assert not spec.x_in_ring, spec.name
             assert not spec.fetched or (op, batch) == ("gate_up", 8), spec.name
             if spec.x_in_ring and spec.in_flight:
-                copied = spec.copy is not None and spec.wgmma and batch == 32
-                assert (op, batch) in (("gate_up", 16), ("gate_up", 32)) or copied, spec.name
+                assert (op, batch) == ("gate_up", 16) or (spec.wgmma and (op != "qkv" or spec.copy)), spec.name
 
 
 def test_other_models_keep_what_was_measured_of_none() -> None:
-    """70B has no clusters to be alone, and its gate_up comes in waves; what its qkv shares has 80 blocks by wgmma."""
+    """70B has no clusters to be alone or to share K, and its gate_up comes in waves; its qkv has 80 blocks by wgmma."""
     for precision in ("int4", "int4-kv4"):
         for by_batch in make_plan(load_config("llama-3-70b"), precision).decode.values():
             for spec in by_batch.values():
@@ -595,11 +601,10 @@ def test_units_of_32_come_with_x_beyond_eight_sequences(model: str, precision: s
 
 
 def test_down_of_int4_reads_x_through_the_ring_at_32_sequences() -> None:
-    """8B, down alone: by lanes 19.0 us, through the ring by eight warps 16.6; o, of a shorter slice, by lanes."""
-    by_op = make_plan(load_config("llama-3.1-8b"), "int4").decode
-    down, o = by_op["down"][32], by_op["o"][32]
+    """8B, down alone: by lanes 19.0 us, through the ring by eight warps 16.6, by two warpgroups 16.9."""
+    down = make_plan(load_config("llama-3.1-8b"), "int4").decode["down"][32]
     assert (down.x_ahead, down.warp_rows, down.warp_split, down.stages) == (0, 2, 4, 4)
-    assert (o.x_ahead, o.warp_rows, o.warp_split, o.stages) == (1, 1, 4, 4)
+    assert not down.wgmma
 
 
 def test_the_fastest_rings_measured_are_planned() -> None:

@@ -57,7 +57,7 @@ class DecodeLayers {
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < T::Slots; ++slot) {
         shared.full[slot].init(1);
-        shared.empty[slot].init(kSetWarps);
+        shared.empty[slot].init(kSetWarps * kLanes);  // each lane gives back what it has read itself
       }
       cutlass::arch::fence_barrier_init();
       int const block = blockIdx.x;

@@ -120,8 +120,7 @@ class DecodeLayersAttention {
           int const tokens = work.length - page * T::PageSize - first_token;
           if (tokens > 0) Tokens::attend(*static_cast<Page const*>(stored), first_token, tokens, scale, fragments);
           asm volatile("" ::: "memory");  // no read of the slot comes later
-          __syncwarp();
-          if (in_ring && lane == 0) shared.empty[cursor.slot].arrive();
+          if (in_ring) shared.empty[cursor.slot].arrive();
         }
         if (in_ring) cursor.skip_page();
       }

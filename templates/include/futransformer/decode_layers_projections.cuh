@@ -74,8 +74,7 @@ class DecodeLayersProjections {
           // Always so. But asked of the sums, it keeps the slot from being given back before what was read of it is there.
           bool const read = (__float_as_uint(sums[0][0]) & __float_as_uint(sums[0][1]) & __float_as_uint(sums[1][0]) &
                              __float_as_uint(sums[1][1])) != 0xffffffff;
-          __syncwarp();
-          if (lane == 0 && read) shared.empty[own.slot].arrive();
+          if (read) shared.empty[own.slot].arrive();
         }
         cursor = cursor.after(slots);
         CUTLASS_PRAGMA_UNROLL
