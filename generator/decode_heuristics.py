@@ -25,7 +25,7 @@ from .specs import (
 )
 from .specs.base import BLOCK_RESERVED_BYTES, MAX_SHARED_BYTES, SM_SHARED_BYTES, shared_share
 from .specs.decode_gemm import SCHEDULER_REGISTERS, SCHEDULERS, inbox_bytes
-from .specs.decode_layers import SETS, SLOT_K
+from .specs.decode_layers import SLOT_K
 
 BATCH_TILES = (8, 16, 32, 64)  # sequences that a decode kernel multiplies together: wgmma/mma.sync n is 8 a step
 INT4_BATCH_TILES = (4, *BATCH_TILES)  # up to four as integers
@@ -554,10 +554,8 @@ def decode_layers_spec(
     # every block has a share of gate_up, and every head a block
     shared_out = 2 * intermediate_size // ROW_TILE >= _MULTIPROCESSORS >= heads.num_key_value_heads
     fits = shared_out and heads.group <= LAYERS_MOST_GROUP and not precision.copy.minimum
-    # Squares of x that is read in windows are told as often of one window as of another.
-    alike = hidden_size <= LAYERS_STAGED_K or hidden_size % (SETS * SLOT_K) == 0
     weights = hidden_size * (heads.qkv_features + heads.q_features + 3 * intermediate_size)
-    if len(groups) > 1 or not (fits and alike) or weights < least_weights:
+    if len(groups) > 1 or not fits or weights < least_weights:
         return None
     (group,) = groups
     try:

@@ -86,7 +86,8 @@ def quantise_keys(keys: Tensor, kv_format: KvFormat) -> Int4Kv:
 
 def _sum_of_lanes(products: Tensor) -> Tensor:
     """Sums over the last dimension: of each 32 features lane t of four adds 4 t + 0 .. 3 and those 16 further on."""
-    of_lanes = products.reshape(*products.shape[:-1], -1, 2, 4, 4).movedim(-2, -4).flatten(-3)  # [..., 4, D / 4]
+    *before, features = products.shape
+    of_lanes = products.reshape(*before, features // 32, 2, 4, 4).movedim(-2, -4).flatten(-3)  # [..., 4, D / 4]
     sums = of_lanes[..., 0]
     for turn in range(1, of_lanes.shape[-1]):
         sums = sums + of_lanes[..., turn]

@@ -144,6 +144,11 @@ def test_refitted_scales_are_to_the_bit_what_kernels_do(kv_format: KvFormat) -> 
         assert stored.scales[row, group].numpy() == (scale if before and scale else before)
 
 
+@pytest.mark.parametrize("kv_format", FORMS, ids=str)
+def test_no_tokens_have_no_codes(kv_format: KvFormat) -> None:
+    assert quantise_keys(torch.empty(0, 2, 64), kv_format).codes.shape == (0, 2, 64)
+
+
 def test_a_scale_that_cannot_be_refitted_stays() -> None:
     keys = torch.zeros(4, 64)
     keys[1, :2] = torch.tensor([-8 * 65504.0, 8 * 65504.0 - 2.0**10])  # 7 is worth less than the second: beyond float16

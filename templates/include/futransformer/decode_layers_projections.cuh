@@ -36,15 +36,12 @@ class DecodeLayersProjections {
     int const set = warp / kSetWarps, part = warp % kSetWarps;
     float2 const early = Results::load_early(shared, args, projection, warp, lane);
     float squares = 0.f;  // of x, the lane's
-    int every = kSets;    // slots from one whose x the warp makes to the next
     CUTLASS_PRAGMA_NO_UNROLL
     for (int window = 0; window < share.k; window += T::WindowK) {
       int const width = min(share.k - window, T::WindowK), slots = (width + kSlotK - 1) / kSlotK;
       if (window > 0) T::sync();  // the window before has been read
-      // A warp has the same slots of every pair of row tiles, if all sets have as many, and makes their x itself. Else each makes
-      // the x of all slots: where several write, they write the same.
-      every = slots % kSets == 0 || share.last - share.first <= kPairTiles ? kSets : 1;
-      int staged = every == kSets ? cursor.until(set) : 0;  // the first slot whose x is not there yet
+      // A warp makes the x of the slots that its set has of the first pair of row tiles.
+      int staged = cursor.until(set);  // the first of them whose x is not there yet
       TaggedVector const* const sent = x + window / 4;
       TaggedVector found[2] = {};
       auto const ask = [&] {
@@ -53,13 +50,15 @@ class DecodeLayersProjections {
       auto const make = [&] {
         bf16 const* const plain = projection == 0 && l == 0 ? args.x + window : nullptr;
         shared.x.stage(sent, tag, plain, staged * kSlotK + part * kWarpK, width, found, squares);
-        staged += every;
+        staged += kSets;
         ask();  // for the next, while this one is multiplied
         __syncwarp();
       };
       ask();
       CUTLASS_PRAGMA_NO_UNROLL
       for (int tile = share.first; tile < share.last; tile += kPairTiles) {
+        // Where sets have other slots of the second pair, others have made their x.
+        if (T::kAnyUneven && slots % kSets != 0 && tile == share.first + kPairTiles) T::sync();
         float sums[kPairTiles][SplitSumFragment::kSums] = {};
         int i = cursor.until(set);  // of the pair's slots the set's
         Cursor own = cursor.ahead(i);
@@ -88,13 +87,9 @@ class DecodeLayersProjections {
           }
         }
       }
-      // Squares are told of all of x: once, or by every set.
-      if constexpr (!T::kEvenSlots) {
-        while (every == 1 && staged < slots) make();
-      }
     }
     squares = sum_over_lanes<kLanes>(squares);
-    if (lane == 0) shared.squares[warp] = every == kSets ? squares : squares / kSets;
+    if (lane == 0) shared.squares[warp] = squares;
     T::sync();
     Results::finish(shared, args, l, projection, tag, early);
     T::sync();  // who asks for others' results before this block's are on their way only holds them up
