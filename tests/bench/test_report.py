@@ -287,3 +287,14 @@ def test_what_compute_sanitizer_found() -> None:
     assert "| racecheck | 1 | 2 | 3 | 7 | 0 | 1 of 2 |" in text
     assert "- racecheck/gemm_a: Error: Race reported\n- memcheck/odd/rows\n" in text
     assert not report.has_plot(content)
+
+
+def test_rows_of_other_runs_are_named_or_counted(folder: Path) -> None:
+    path = next(folder.glob("decode_block*.json"))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    row = content["rows"][0]
+    of_two = [row | {"case": f"a/{index}", "commit": "c" * 40, "date": "yesterday"} for index in range(2)]
+    of_nine = [row | {"case": f"b/{index}", "commit": "d" * 40, "date": "today"} for index in range(9)]
+    told = report.provenance(content | {"rows": [row, *of_two, *of_nine]})
+    apart = told.partition(" Measured apart: ")[2]
+    assert apart == f"a/0, a/1 of commit {'c' * 12}, yesterday; 9 rows of commit {'d' * 12}, today."
