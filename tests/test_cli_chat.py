@@ -125,6 +125,7 @@ def test_a_terminal_has_a_prompt_and_survives_interrupts(chat_model: Path) -> No
     """Ctrl-C at the prompt and in an answer, an error, and Ctrl-D at last."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "futransformer", "chat", str(chat_model), "--reference", "--num-pages", "8"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child of who ignores it would ignore it
     process = subprocess.Popen(
         [*command, "--max-new-tokens", "5"],
         stdin=terminal,
@@ -133,6 +134,7 @@ def test_a_terminal_has_a_prompt_and_survives_interrupts(chat_model: Path) -> No
         start_new_session=True,
         env={**os.environ, "TERM": "dumb"},
     )
+    signal.signal(signal.SIGINT, before)
     os.close(terminal)
     shown = ""
 
