@@ -38,7 +38,7 @@ def _sanitize_table(content: dict[str, Any]) -> list[str]:
         planted = [row for row in content["planted"] if row["tool"] == tool and "required" in row]
         found = sum(row["errors"] + row["warnings"] > 0 for row in planted)
         lines.append(line([tool, *map(str, total.values()), f"{found} of {len(planted)}"]))
-    whole = [*content["messages"], *content["failures"], *content["left_out"]]
+    whole = [*content["failures"], *content["left_out"], *content["messages"]]  # of messages there may be many
     said = list(dict.fromkeys(line.partition("; ")[0] for line in whole))  # the rest of a message is its places
     lines += ([""] if said else []) + [f"- {told}" for told in said[:LINES_TOLD]]
     more = len(said) - LINES_TOLD

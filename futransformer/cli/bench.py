@@ -106,6 +106,8 @@ def add_parsers(subparsers: Subparsers) -> None:
 def _bench(args: argparse.Namespace) -> int:
     if not args.seconds > 0:  # nor NaN
         raise InputError(f"--seconds must be positive, not {args.seconds:g}")
+    if args.compile_seconds is not None and not args.compile_seconds > 0:
+        raise InputError(f"--compile-seconds must be positive, not {args.compile_seconds:g}")
     if REPORT in args.subjects:
         return _report(args)
     if LIST in args.subjects:

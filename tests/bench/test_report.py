@@ -285,7 +285,7 @@ def test_what_compute_sanitizer_found() -> None:
     assert "| tool | kernels | cases | launches | errors | warnings | planted faults found |" in text
     assert "| memcheck | 2 | 4 | 6 | 0 | 0 | 0 of 0 |" in text
     assert "| racecheck | 1 | 2 | 3 | 7 | 0 | 1 of 2 |" in text
-    assert "- racecheck/gemm_a: Error: Race reported\n- memcheck/odd/rows\n" in text
+    assert "- memcheck/odd/rows\n- racecheck/gemm_a: Error: Race reported\n" in text
     assert not report.has_plot(content)
 
 

@@ -247,6 +247,12 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_p
         assert f"--seconds must be positive, not {seconds}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_no_time_to_compile_in_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", f"--compile-seconds={seconds}"]) == 2
+    assert f"--compile-seconds must be positive, not {seconds}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "gemm", "--commit", "abc", "--output", str(tmp_path)]) == 1

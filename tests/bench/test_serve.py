@@ -176,6 +176,18 @@ def test_a_rival_that_is_ended_is_told_by_what_it_has_found(monkeypatch: pytest.
     assert transformers_batching.measure(replace(JOB, seconds=1)) == {"rounds": 1}
 
 
+def test_a_rival_that_ended_no_more_than_what_compiles_has_no_figure(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(job: transformers_batching.Job) -> transformers_batching.Figures:
+        return {"tokens_per_second": 10.0, "rounds": 1 - job.compile_level, "attention": "sdpa", "version": "5.17.0"}
+
+    monkeypatch.setattr(transformers_batching, "measure", measure)
+    total = serve.measure_streams("8b", "bf16", TinyBench())[0]
+    assert total["rivals"] == {"transformers": 10.0}
+    assert total["notes"][1].startswith("transformers-compiled left out: it ended one round alone")
+
+
 def test_a_run_may_give_a_rival_that_compiles_more_time(small: None, jobs: list[transformers_batching.Job]) -> None:
     bench = TinyBench()
     bench.compile_seconds = 500

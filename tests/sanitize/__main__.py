@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools, exports = args.tool or TOOLS, with_chosen(args.export or EXPORTS, args.kernels, args.only)
     jobs = args.jobs or max(1, min(8, (os.cpu_count() or 1) // 2))
     logs = args.output / "sanitize-logs"
+    earlier = merged.read(args.output) if args.merge else None
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     try:
@@ -112,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
         "seconds": round(time.monotonic() - start, 1),
     }
-    earlier = merged.read(args.output) if args.merge else None
     path = results.write(args.output, content if earlier is None else merged.into(earlier, content, runs))
     show(content)
     print(f"{content['seconds']} s; all of it in {path} and {logs}")

@@ -34,6 +34,7 @@ from futransformer.bench.case import RivalMissingError
 from futransformer.generator.config import LlamaConfig
 
 BLOCK = 256  # tokens of a page of its cache
+STARTING_SECONDS = 10.0  # at most, of its process before it reads the clock
 READ_STEP = 4096  # tokens of the cache that its graphs are padded to; its own 16,384 reads a third more than there is
 ROOT = Path(futransformer.__file__).resolve().parent.parent
 OWN_ERROR = f"{RivalMissingError.__module__}.{RivalMissingError.__name__}: "
@@ -128,8 +129,9 @@ def run(job: Job, begin: float) -> Iterator[Figures]:
         seconds = 0.0
         for counted in (0, 1, job.rounds):
             rounds = max(1, counted)
-            if counted > 1:
-                rounds = min(counted, int((begin + job.seconds - time.monotonic()) / seconds))
+            if counted == job.rounds and seconds:
+                left = begin + job.seconds - STARTING_SECONDS - time.monotonic()
+                rounds = min(counted, int(left / seconds))
                 if rounds < 2:
                     return
             _say(f"{rounds} rounds after {time.monotonic() - begin:.0f} s")

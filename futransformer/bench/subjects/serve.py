@@ -137,9 +137,12 @@ def rivals(shape: str, bench: Bench) -> tuple[dict[str, float], list[str]]:
         except Exception as error:  # a rival may fail in any way
             notes.append(f"{name} left out: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
             continue
-        figures[name] = found["tokens_per_second"]
         rounds = found["rounds"]
-        measured = f"{rounds} of {ROUNDS} rounds" if rounds else "its first round, which compiles and captures"
+        if not rounds:
+            notes.append(f"{name} left out: it ended one round alone, in which it compiles and captures")
+            continue
+        figures[name] = found["tokens_per_second"]
+        measured = f"{rounds} of {ROUNDS} rounds"
         notes.append(
             f"{name}: {found['version']}, attention {found['attention']}, a cache for the load alone, in a process of "
             f"its own; {measured}"

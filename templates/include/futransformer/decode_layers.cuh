@@ -16,8 +16,9 @@
 // InFlight slots under way while others wait for activations, which what is asked for beyond what memory needs would delay.
 //
 // Sets of four warps take slots in turn and multiply straight out of them, each warp 256 k of both row tiles: what it needs of
-// x it receives and makes integers of itself (staged_activations.cuh). Sums are added in a fixed order: the same inputs give
-// the same bits.
+// x it receives and makes integers of itself (staged_activations.cuh), for the first pair; where the slots of K do not divide
+// among the sets, it takes what others have made for the next. Sums are added in a fixed order: the same inputs give the same
+// bits.
 #pragma once
 
 #include <cstdint>

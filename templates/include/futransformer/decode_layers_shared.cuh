@@ -123,9 +123,10 @@ struct DecodeLayersTraits {
   static constexpr int kProjections = 4;
   // No part of a slot.
   static constexpr bool kWhole = Qkv::kK % kSlotK == 0 && O::kK % kSlotK == 0 && Down::kK % kSlotK == 0;
-  // Whether a set may have other slots of a block's second pair of row tiles than of its first.
+  // Whether a set may have other slots of a block's second pair of row tiles than of its first, in any window.
   template <class P>
-  static constexpr bool kUneven = P::kMostTiles > kPairTiles && P::kK % (kSets * kSlotK) != 0;
+  static constexpr bool kUneven = P::kMostTiles > kPairTiles && (P::kK % (kSets * kSlotK) != 0 ||
+                                                                 (P::kK > WindowK && WindowK % (kSets * kSlotK) != 0));
   static constexpr bool kAnyUneven = kUneven<Qkv> || kUneven<O> || kUneven<GateUp> || kUneven<Down>;
   using Staged = StagedActivations<kWindow, Weight::kUnitK, kWhole>;
   static_assert(WindowK % kSlotK == 0, "a window is whole slots");

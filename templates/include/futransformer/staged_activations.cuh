@@ -1,5 +1,5 @@
-// Activations of one sequence as integers (split_activations.cuh), in shared memory. A warp makes what it multiplies with itself:
-// no other warp waits for it.
+// Activations of one sequence as integers (split_activations.cuh), in shared memory. A warp makes what it multiplies with itself
+// of the first pair of row tiles: no other warp waits for it.
 //
 // Of every 128 k there are two columns of B, the high bytes and the low ones: 64 bytes of k 0 .. 63, sixteen for each lane t of
 // four, and further on those of k 64 .. 127. Of every unit of K there is what an integer is worth, and the sum of the integers.
