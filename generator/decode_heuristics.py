@@ -452,8 +452,8 @@ def _warpgroups(spec: DecodeGemmSpec) -> tuple[int, int] | None:
         return None
     at_once = WGMMA_ROW_TILES * WGMMA_GROUPS
     multiplied = -(-spec.row_tiles // at_once) * at_once
-    copies = spec.copy is not None and not WGMMA_COPY_BLOCKS <= spec.blocks <= _MULTIPROCESSORS
-    if spec.x_in_ring and 4 * spec.row_tiles >= 3 * multiplied and not copies:
+    measured = spec.copy is None or WGMMA_COPY_BLOCKS <= spec.blocks <= _MULTIPROCESSORS
+    if spec.x_in_ring and 4 * spec.row_tiles >= 3 * multiplied and measured:
         return WGMMA_GROUPS, 1
     pairs = spec.row_tiles == WGMMA_ROW_TILES and spec.split_k == 2 and spec.blocks <= _MULTIPROCESSORS
     if pairs and spec.copy is None and (spec.batch_tile == 64 or not spec.x_in_ring):

@@ -91,9 +91,8 @@ def measure(job: Job) -> Figures:
     except subprocess.TimeoutExpired:
         _end(process)
         told, _ = process.communicate()
-        lines = told.splitlines()
-        if any(line.startswith("{") for line in lines):
-            return _last_found(lines)
+        if found := _found(told):
+            return found[-1]
         stage = told.splitlines()[-1] if told.strip() else "starting"
         raise RivalMissingError(f"not done in {job.seconds:g} s; its last stage: {stage}") from None
     except BaseException:
@@ -104,13 +103,12 @@ def measure(job: Job) -> Figures:
         raise RivalMissingError(
             raised[-1].removeprefix(OWN_ERROR)[:300] if raised else f"its process ended with {process.returncode}"
         )
-    return _last_found(told.splitlines())
+    return _found(told)[-1]
 
 
-def _last_found(lines: Sequence[str]) -> Figures:
-    """What was found last, of the lines that its process has written."""
-    found: Figures = json.loads([line for line in lines if line.startswith("{")][-1])
-    return found
+def _found(told: str) -> list[Figures]:
+    """What its process has found, one loop after another."""
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -126,19 +124,24 @@ def run(job: Job, begin: float) -> Iterator[Figures]:
     there is time for.
     """
     with manager(job) as (running, found):
-        seconds = 0.0
-        for counted in (0, 1, job.rounds):
-            rounds = max(1, counted)
-            if counted == job.rounds and seconds:
-                left = begin + job.seconds - STARTING_SECONDS - time.monotonic()
-                rounds = min(counted, int(left / seconds))
-                if rounds < 2:
-                    return
+
+        def loop(rounds: int) -> tuple[float, float]:
+            """Tokens a second, and seconds."""
             _say(f"{rounds} rounds after {time.monotonic() - begin:.0f} s")
             generated, wrong, seconds = timed_loop(running, job, rounds)
             if wrong:
                 raise RivalMissingError(f"{wrong} of its answers were short")
-            yield {**found, "tokens_per_second": float(f"{generated / seconds:.5g}"), "rounds": min(rounds, counted)}
+            return float(f"{generated / seconds:.5g}"), seconds
+
+        speed, _ = loop(1)
+        yield {**found, "tokens_per_second": speed, "rounds": 0}
+        speed, seconds = loop(1)
+        yield {**found, "tokens_per_second": speed, "rounds": 1}
+        left = begin + job.seconds - STARTING_SECONDS - time.monotonic()
+        rounds = min(job.rounds, int(left / seconds))
+        if rounds > 1:
+            speed, _ = loop(rounds)
+            yield {**found, "tokens_per_second": speed, "rounds": rounds}
 
 
 def timed_loop(running: Any, job: Job, rounds: int) -> tuple[int, int, float]:
