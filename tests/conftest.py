@@ -12,6 +12,8 @@ import pytest
 # Before anything imports torch: see futransformer.cli.main.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+PATIENCE = 600.0  # seconds that only what hangs takes, however busy the machine
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where built kernels and texts may be found; both have a default."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from futransformer.serve.protocol import UNSERVED
 from futransformer.tokenizer import Tokenizer
-from tests.conftest import make_tiny_model
+from tests.conftest import PATIENCE, make_tiny_model
 from tests.fuzz.damage import MOST_MESSAGE, edited, json_text
 from tests.serve.serving import ScriptedEngine, serving
 
@@ -45,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     folder = make_tiny_model(tmp_path_factory.mktemp("served") / "tiny", tied=False, chat_template=template)
     with (
         serving(ScriptedEngine, Tokenizer(folder), max_tokens_limit=20, max_body_bytes=200_000) as address,
-        httpx2.Client(base_url=address.url, verify=False, timeout=20) as connected,
+        httpx2.Client(base_url=address.url, verify=False, timeout=PATIENCE) as connected,
     ):
         yield connected
 

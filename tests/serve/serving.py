@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from futransformer.generator.errors import InputError
 from futransformer.serve.server import HttpServer, bind
 from futransformer.serve.settings import ServeSettings
 from futransformer.tokenizer import Tokenizer
+from tests.conftest import PATIENCE
 
 PAGES = 100
 
@@ -115,16 +116,41 @@ class Address:
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's own client, which here does not try again."""
-        usual = {"api_key": "none", "max_retries": 0, "timeout": 20, "http_client": DefaultHttpxClient(verify=False)}
+        usual = {
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": PATIENCE,
+            "http_client": DefaultHttpxClient(verify=False),
+        }
         return OpenAI(base_url=f"{self.url}/v1", **{**usual, **options})
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         """A plain request, on a connection of its own."""
-        return httpx2.get(f"{self.url}{path}", verify=False, timeout=20, **options)
+        return httpx2.get(f"{self.url}{path}", verify=False, timeout=PATIENCE, **options)
 
     def post(self, path: str, **options: Any) -> httpx2.Response:
         """A plain request, on a connection of its own."""
-        return httpx2.post(f"{self.url}{path}", verify=False, timeout=20, **options)
+        return httpx2.post(f"{self.url}{path}", verify=False, timeout=PATIENCE, **options)
+
+
+@dataclass
+class Watch:
+    """A server's time for heads: it stands, and so none is given up, but by ``step`` each time it is looked at."""
+
+    step: float = 0.0
+    now: float = 0.0
+
+    def give_to(self, address: Address) -> None:
+        """Take the place of the system's time there."""
+        heads = address.server._server._heads
+        sweep = heads.sweep
+
+        def look(connections: Iterable[Any], now: float) -> None:
+            del now
+            self.now += self.step
+            sweep(connections, self.now)
+
+        heads.sweep = look  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -147,17 +173,17 @@ def serving(
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(120)
+    assert ready.wait(PATIENCE)
     assert not ended.is_set()
     try:
         yield Address(f"http://127.0.0.1:{listener.getsockname()[1]}", made[0], ended)
     finally:
         made[0].end()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until it holds, or fail."""
     end = time.monotonic() + seconds
     while not holds():

@@ -19,6 +19,7 @@ from futransformer.cli import main, serve
 from futransformer.generator.errors import ConfigError
 from futransformer.sampling_defaults import recommended_sampling
 from futransformer.serve.server import bind
+from tests.conftest import PATIENCE
 
 Output = pytest.CaptureFixture[str]
 
@@ -37,7 +38,7 @@ class Process:
         self._listening = threading.Event()
         self.reader = threading.Thread(target=self._read)
         self.reader.start()
-        assert self._listening.wait(60)
+        assert self._listening.wait(PATIENCE)
         assert self.url, self.lines
 
     def _read(self) -> None:
@@ -51,7 +52,7 @@ class Process:
 
     def client(self, key: str) -> openai.OpenAI:
         """A client of it."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def process(*arguments: object, **environment: str) -> Iterator[Process]:
 def test_a_server_from_start_to_end(chat_model: Path) -> None:
     """The folder's name is the model's, the key is the environment's, and SIGTERM lets an answer finish."""
     options = ("--max-num-seqs", 2, "--num-pages", 16, "--max-model-len", 400, "--max-tokens-limit", 300)
-    with process(chat_model, *options, FUTRANSFORMER_API_KEY="s3cret") as server:
+    with process(chat_model, *options, "--grace-seconds", PATIENCE, FUTRANSFORMER_API_KEY="s3cret") as server:
         with pytest.raises(openai.AuthenticationError):
             server.client("wrong").models.list()
         client = server.client("s3cret")
@@ -84,7 +85,7 @@ def test_a_server_from_start_to_end(chat_model: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         said += [chunk.choices[0].delta.content or "" for chunk in stream]
         assert "".join(said) == whole
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
         server.reader.join()
         assert not any("s3cret" in line or "Traceback" in line for line in server.lines)
         assert any("on: CPU reference" in line and "16 pages" in line for line in server.lines)
@@ -99,7 +100,7 @@ def test_an_interrupt_ends_an_idle_server(tiny_base_model: Path, monkeypatch: py
         lines.append(line)
         if line.startswith("serving a, b on "):
             client = openai.OpenAI(
-                base_url=f"{line.rsplit(maxsplit=1)[-1]}/v1", api_key="none", max_retries=0, timeout=20
+                base_url=f"{line.rsplit(maxsplit=1)[-1]}/v1", api_key="none", max_retries=0, timeout=PATIENCE
             )
             threading.Thread(target=interrupt, args=(client,)).start()
 

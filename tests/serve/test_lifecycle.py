@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from futransformer.tokenizer import Tokenizer
+from tests.conftest import PATIENCE
 from tests.serve.serving import Address, ScriptedEngine, eventually, serving
 
 
@@ -45,7 +46,7 @@ class Waiting:
 
     def result(self) -> Any:
         """The answer, or the error."""
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
         return self.answer
 
 
@@ -94,17 +95,18 @@ def test_an_engine_that_fails_while_it_takes_a_request_answers_it(tokenizer: Tok
 
 def test_answers_under_way_are_finished_within_the_grace(tokenizer: Tokenizer) -> None:
     engine = held()
-    with serving(lambda: engine, tokenizer, grace_seconds=20) as running:
+    with serving(lambda: engine, tokenizer, grace_seconds=PATIENCE) as running:
         stream, whole = begin(running), Waiting(running)
         eventually(lambda: len(engine.requests) == 2)
         running.server.end()
-        eventually(lambda: running.server.runner.draining)
+        eventually(lambda: running.server._listener.fileno() == -1)
+        assert running.server.runner.draining
         with pytest.raises(httpx2.ConnectError):
             running.get("/health")
         engine.allow()
         assert text_of(stream) == "abcdefghijklmnopqrst"
         assert whole.result().choices[0].text == "abcdefghijklmnopqrst"
-        assert running.ended.wait(10)
+        assert running.ended.wait(PATIENCE)
 
 
 def test_what_takes_longer_than_the_grace_ends_with_an_error(tokenizer: Tokenizer) -> None:
@@ -116,7 +118,7 @@ def test_what_takes_longer_than_the_grace_ends_with_an_error(tokenizer: Tokenize
         with pytest.raises(openai.APIError, match="shutting down"):
             text_of(stream)
         assert whole.result().status_code == 503
-        assert running.ended.wait(10)
+        assert running.ended.wait(PATIENCE)
     assert engine.requests == {}
     assert engine.aborted == 2
 
@@ -128,13 +130,13 @@ def test_a_second_request_to_end_does_not_wait(tokenizer: Tokenizer) -> None:
         running.server.end()
         eventually(lambda: running.server.runner.draining)
         running.server.end()
-        assert running.ended.wait(10)
+        assert running.ended.wait(PATIENCE)
         assert time.monotonic() - start < 5
 
 
 def test_a_server_that_drains_takes_nothing_more_on_old_connections(tokenizer: Tokenizer) -> None:
     engine = held()
-    with serving(lambda: engine, tokenizer, grace_seconds=20) as running:
+    with serving(lambda: engine, tokenizer, grace_seconds=PATIENCE) as running:
         stream = begin(running)
         running.server.runner.draining = True
         with httpx2.Client(base_url=running.url, verify=False) as client:
