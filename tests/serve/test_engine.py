@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from futransformer import LLM, SamplingParams
-from futransformer.engine import Engine
+from futransformer.engine import Engine, RequestOutput
 from futransformer.generator.config import load_config
 from futransformer.reference import ReferenceOps
 from futransformer.tokenizer import Tokenizer
@@ -169,9 +171,21 @@ def test_a_prefix_that_is_shared_is_counted(client: openai.OpenAI) -> None:
     assert counts == [0, 128]
 
 
-def test_a_client_that_leaves_frees_its_pages(address: Address, client: openai.OpenAI) -> None:
-    stats = address.server.runner.stats
+def test_a_client_that_leaves_frees_its_pages(
+    address: Address, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stops behind a few steps: it might else end the text before the client has left."""
+    stats, engine = address.server.runner.stats, address.server.runner._engine
     assert stats.free_pages == stats.num_pages
+    step, steps = engine.step, count()
+
+    def step_while_few() -> list[RequestOutput]:
+        if next(steps) < 9:
+            return step()
+        time.sleep(0.002)
+        return []
+
+    monkeypatch.setattr(engine, "step", step_while_few)
     stream = client.completions.create(model="tiny", prompt="x" * 100, stream=True, **lasting(max_tokens=400))
     next(iter(stream))
     assert address.server.runner.stats.free_pages < stats.num_pages

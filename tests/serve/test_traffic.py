@@ -19,20 +19,23 @@ from tests.serve.test_engine import load
 
 PROMPTS = [chr(ord("a") + index) * (1 + 40 * index) for index in range(7)]  # 1 .. 241 tokens
 LONGEST = 60
+KINDS = ("whole", "streamed", "left", "cancelled")
 PAGES = 24  # fewer than eight of them take, so that some are evicted
 LOST = "\N{REPLACEMENT CHARACTER}"  # of a character that is cut off with the text
 
 
 async def client(url: str, seed: int, end: float, texts: list[str], seen: Counter[str]) -> None:
-    """Ask until the end: whole answers, streams, streams that are left, and answers that are not waited for."""
+    """Ask until the end, and until all have been seen: whole answers, streams, streams that are left, and answers that
+    are not waited for.
+    """
     draw = random.Random(seed)
     transport = openai.DefaultAsyncHttpxClient(verify=False)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport) as asking:
-        while time.monotonic() < end:
+        while time.monotonic() < end or not all(seen[kind] for kind in KINDS):
             which, tokens = draw.randrange(len(PROMPTS)), draw.randint(1, LONGEST)
             request: Any = {"model": "tiny", "prompt": PROMPTS[which], "max_tokens": tokens, "temperature": 0}
             request |= {"n": draw.choice((1, 1, 2)), "extra_body": {"ignore_eos": True}}
-            kind = draw.choice(("whole", "streamed", "left", "cancelled"))
+            kind = draw.choice(KINDS)
             said = [""] * request["n"]
             try:
                 if kind == "whole":
@@ -72,7 +75,7 @@ def test_random_traffic(chat_model: Path, tokenizer: Tokenizer, request: pytest.
     with serving(make, tokenizer, max_model_len=512, max_num_seqs=8, max_queue=4) as running:
         asyncio.run(all_clients(running.url))
         runner = running.server.runner
-        eventually(lambda: runner.in_flight == 0)
+        eventually(lambda: (runner.in_flight, runner._jobs, runner._held) == (0, {}, set()))
         eventually(lambda: runner.stats.free_pages == PAGES)
-        assert (runner._jobs, runner._held, runner.stats.running, runner.stats.waiting) == ({}, set(), 0, 0)
-    assert all(seen[kind] for kind in ("whole", "streamed", "left", "cancelled")), seen
+        assert (runner.stats.running, runner.stats.waiting) == (0, 0)
+    assert all(seen[kind] for kind in KINDS), seen
