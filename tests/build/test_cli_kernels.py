@@ -23,6 +23,7 @@ from futransformer.generator.config import load_config
 from futransformer.generator.plan import kernel_specs
 from futransformer.generator.render import render
 from tests.build.conftest import FakeNvcc
+from tests.conftest import PATIENCE
 
 SPECS = kernel_specs(load_config("smollm2-135m"), "bf16")
 
@@ -188,15 +189,15 @@ def test_build_without_nvcc_is_status_1_with_the_remedy(capsys: pytest.CaptureFi
 def test_an_interrupt_stops_the_compilers(
     machine: FakeNvcc, settings: BuildSettings, end: signal.Signals, status: int, said: str
 ) -> None:
-    (machine.folder / "slow").touch()
+    machine.hold()
     command = [sys.executable, "-m", "futransformer", "build", "smollm2-135m", "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(machine.note("waiting").split()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(end)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (status, "", said)
     assert list(settings.cache_root.rglob("*.partial-*")) == []
     for running in map(int, machine.note("running").split()):
@@ -236,13 +237,14 @@ def test_the_cache_is_listed_and_cleared(
 
 @pytest.mark.usefixtures("machine")
 def test_a_reader_that_has_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
     command = [sys.executable, "-m", "futransformer", "cache", "list"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait() == 1
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -259,6 +261,7 @@ def test_nohup_is_heeded() -> None:
     assert ended.returncode == 129
 
 
+@pytest.mark.usefixtures("machine")
 def test_a_closed_output_is_no_error() -> None:
     command = ["bash", "-c", f"{sys.executable} -m futransformer cache list >&-"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from futransformer.generator.errors import ArtifactError, BuildError, ToolchainE
 from futransformer.generator.plan import kernel_specs
 from futransformer.generator.specs import KernelSpec
 from tests.build.conftest import FakeNvcc, TinySpec, render_tiny
+from tests.conftest import PATIENCE
 
 # A build of every kernel of a small model, by the pretended compiler, in a process of its own.
 BUILD_MODEL = """
@@ -62,11 +64,19 @@ def build_model(settings: BuildSettings) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def runs(process: str) -> bool:
+    """Whether a process that is nobody's child has not ended; where nobody asks for its status it stays a zombie."""
+    try:
+        return not Path("/proc", process, "stat").read_text().rpartition(") ")[2].startswith("Z")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def left_over(settings: BuildSettings) -> list[str]:
@@ -228,12 +238,14 @@ def test_a_very_long_name_is_cached(settings: BuildSettings, nvcc: FakeNvcc) -> 
     assert records[0].cubin != records[1].cubin
 
 
-def test_what_took_longest_is_built_first(settings: BuildSettings, nvcc: FakeNvcc) -> None:
+def test_what_took_longest_is_built_first(
+    settings: BuildSettings, nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = replace(settings, jobs=1)
-    build(one, TinySpec("fast"))
-    (nvcc.folder / "pause").touch()
-    build(one, TinySpec("slow"))
-    (nvcc.folder / "pause").unlink()
+    for name, seconds in (("fast", 1.0), ("slow", 9.0)):
+        clock = SimpleNamespace(monotonic=count(0.0, seconds).__next__)  # looked at before and behind a compiler
+        monkeypatch.setattr("futransformer.build.compile.time", clock)
+        build(one, TinySpec(name))
     build(one, TinySpec("fast", 2.0), TinySpec("slow", 2.0), TinySpec("unknown", 2.0))
     assert nvcc.calls[2:] == ["unknown", "slow", "fast"]
 
@@ -259,9 +271,8 @@ def test_a_build_killed_in_the_middle_then_run_again(settings: BuildSettings, nv
     def built() -> int:
         return len(list(settings.cache_root.rglob("manifest.json")))
 
+    nvcc.hold(but=4)  # of two that call at once both may count the other
     process = build_model(settings)
-    wait_until(lambda: built() >= 3)
-    (nvcc.folder / "slow").touch()
     wait_until(lambda: len(nvcc.note("waiting").split()) == 2)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -270,11 +281,14 @@ def test_a_build_killed_in_the_middle_then_run_again(settings: BuildSettings, nv
     assert 3 <= before < MODEL_KERNELS
     assert len(left_over(settings)) == 2
 
-    # The compilers that outlived it are still there, and go on as soon as the second build's do.
-    (nvcc.folder / "slow").unlink()
+    # The compilers that outlived it are still there, and go on behind the second build.
+    outlived = nvcc.note("running").split()[-2:]
+    nvcc.hold(but=10**6)
     again = build_model(settings)
-    out, err = again.communicate(timeout=120)
+    out, err = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, err
+    nvcc.release()
+    wait_until(lambda: not any(map(runs, outlived)))
     assert len(out.split("\n")) == MODEL_KERNELS + 1
     assert built() == MODEL_KERNELS
     assert left_over(settings) == []
@@ -284,11 +298,11 @@ def test_a_build_killed_in_the_middle_then_run_again(settings: BuildSettings, nv
 
 
 def test_two_builds_at_once_compile_each_kernel_once(settings: BuildSettings, nvcc: FakeNvcc) -> None:
-    (nvcc.folder / "slow").touch()
+    nvcc.hold()
     processes = [build_model(settings), build_model(settings)]
     wait_until(lambda: len(nvcc.note("waiting").split()) == 2)
-    (nvcc.folder / "slow").unlink()
-    results = [process.communicate(timeout=120) for process in processes]
+    nvcc.release()
+    results = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     assert results[0][0] == results[1][0]
     assert len(nvcc.calls) == MODEL_KERNELS
@@ -530,11 +544,11 @@ def test_success_without_a_cubin_is_a_failure(settings: BuildSettings, nvcc: Fak
 
 
 def test_the_first_failure_stops_the_others(settings: BuildSettings, nvcc: FakeNvcc) -> None:
-    nvcc.fails('[ "$name" = bad ] && exit 1; sleep 60')
+    nvcc.fails(f'[ "$name" = bad ] && exit 1; sleep {2 * PATIENCE}')
     start = time.monotonic()
     with pytest.raises(BuildError, match="kernel bad"):
         build(settings, TinySpec("bad"), TinySpec("long"), TinySpec("never_started"))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < PATIENCE
     assert "never_started" not in nvcc.calls
     for process in map(int, nvcc.note("running").split()):
         with pytest.raises(ProcessLookupError):
@@ -544,11 +558,11 @@ def test_the_first_failure_stops_the_others(settings: BuildSettings, nvcc: FakeN
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_compilers(settings: BuildSettings, nvcc: FakeNvcc) -> None:
-    (nvcc.folder / "slow").touch()
+    nvcc.hold()
     process = build_model(settings)
     wait_until(lambda: len(nvcc.note("waiting").split()) == 2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in err
     for running in map(int, nvcc.note("running").split()):
