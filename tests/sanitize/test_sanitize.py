@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +258,20 @@ def test_a_missing_program(exports: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_time_that_runs_out(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, content = sanitize(exports, monkeypatch, "hang", "--seconds", "4", "--tool", "memcheck")
+    """Behind the beginning of a case: a process may take longer to start than there is time."""
+    wait = subprocess.Popen.wait
+
+    def wait_in_a_case(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:
+            assert isinstance(process.args, list)
+            (log,) = (word.partition("=")[2] for word in process.args if str(word).startswith("--log-file="))
+            said = Path(log).with_suffix(".out")
+            while process.poll() is None and "endless" not in said.read_text():
+                time.sleep(0.01)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_in_a_case)
+    status, content = sanitize(exports, monkeypatch, "hang", "--seconds", "1", "--tool", "memcheck")
     assert status == 1
     assert content is not None
     assert "memcheck/tails/endless: did not end" in content["failures"]
