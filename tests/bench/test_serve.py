@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 import weakref
@@ -24,6 +25,7 @@ from futransformer.engine.warmup import WarmedUp
 from futransformer.generator.config import load_config
 from futransformer.kv_cache import page_bucket, pages_for
 from tests.bench.conftest import CpuBench, ReferenceKernels
+from tests.conftest import PATIENCE
 from tests.engine.exact import ExactLlama
 
 CONFIG = replace(load_config("smollm2-135m"), num_hidden_layers=2, vocab_size=512, max_position_embeddings=1024)
@@ -45,7 +47,7 @@ JOB = transformers_batching.Job(
     rounds=2,
     batch_tokens=256,
     compile_level=0,
-    seconds=90,
+    seconds=PATIENCE,
 )
 
 
@@ -169,11 +171,20 @@ def test_a_rival_that_has_no_time_for_more_rounds_is_told_by_its_first() -> None
 def test_a_rival_that_is_ended_is_told_by_what_it_has_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text(
-        "#!/bin/sh\necho starting\necho '{\"rounds\": 0}'\necho '{\"rounds\": 1}'\necho more\nexec sleep 60\n"
+        "#!/bin/sh\necho starting\necho '{\"rounds\": 0}'\necho '{\"rounds\": 1}'\necho more\n"
+        ': > "$0.has said it"\nexec sleep 600\n'
     )
     slow.chmod(0o755)
+    communicate = subprocess.Popen.communicate
+
+    def communicate_behind(process: Any, *said: Any, **options: Any) -> Any:
+        while process.poll() is None and not (tmp_path / "slow.has said it").exists():
+            time.sleep(0.01)
+        return communicate(process, *said, **options)
+
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert transformers_batching.measure(replace(JOB, seconds=1)) == {"rounds": 1}
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate_behind)
+    assert transformers_batching.measure(replace(JOB, seconds=0.1)) == {"rounds": 1}
 
 
 def test_a_rival_that_ended_no_more_than_what_compiles_has_no_figure(
