@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,11 +81,13 @@ class Soak:
         self._count = 0
         self._open: dict[str, tuple[Kind, list[int], list[int]]] = {}  # tokens, and those before the first eviction
 
-    def run(self, seconds: float) -> None:
-        """Rounds of traffic; the memory of the last third is that of the second."""
+    def run(self, seconds: float, seen: Callable[[], bool] = lambda: True) -> None:
+        """Rounds of traffic; the memory of the last third is that of the second. Requests arrive for so many seconds,
+        and until all has been ``seen`` that must come of them, which on a slow machine takes longer.
+        """
         rounds = ROUNDS if seconds >= SETTLED_SECONDS else 3
         for _ in range(rounds):
-            self._round(time.monotonic() + seconds / rounds)
+            self._round(time.monotonic() + seconds / rounds, seen)
             self.memory.append(Memory.now())
         third = rounds // 3
         before, after = (Memory.most(part) for part in (self.memory[third:-third], self.memory[-third:]))
@@ -93,9 +95,12 @@ class Soak:
         assert after.tensors - before.tensors <= DEVICE_GROWTH, self.memory
         assert after.reserved - before.reserved <= RESERVED_GROWTH, self.memory
 
-    def _round(self, end: float) -> None:
-        while time.monotonic() < end or self.engine.has_unfinished():
-            while len(self._open) < self.at_once and time.monotonic() < end and self._draw.random() < 0.7:
+    def _round(self, end: float, seen: Callable[[], bool]) -> None:
+        def goes_on() -> bool:
+            return time.monotonic() < end or not seen()
+
+        while goes_on() or self.engine.has_unfinished():
+            while len(self._open) < self.at_once and goes_on() and self._draw.random() < 0.7:
                 self._arrive()
             self._step()
             if self._open and self._draw.random() < 0.02:

@@ -41,7 +41,10 @@ def test_soak(tiny_base_model: Path, ahead: int, request: pytest.FixtureRequest)
     engine = load(tiny_base_model, num_pages=9, max_num_seqs=6, max_num_batched_tokens=100).engine
     engine._ahead = ahead
     soak = Soak(engine, kinds, at_once=12, exact_after_eviction=True)
-    soak.run(max(3.0, request.config.getoption("--soak-seconds") / 2))
-    assert min(soak.ended, soak.cancelled, engine.stats().prefix_hit_tokens) > 0, "it tests nothing"
-    assert soak.evicted > 0 or soak.ended < 30
+
+    def seen() -> bool:
+        return min(soak.ended, soak.cancelled, soak.evicted, engine.stats().prefix_hit_tokens) > 0
+
+    soak.run(max(3.0, request.config.getoption("--soak-seconds") / 2), seen)
+    assert seen(), "it tests nothing"
     print(f"\n{soak.ended} texts, {soak.cancelled} cancelled, {soak.evicted} evicted; {soak.memory[-1]}")
