@@ -246,7 +246,7 @@ def train(args: argparse.Namespace, tokens: Tokens, held_out: Tokens, vocabulary
     optimizer.zero_grad()
     held_out_loss(loss_of, held, length, args.batch, windows=args.batch)
     start, step, progress = time.perf_counter(), 0, 0.0
-    told = start
+    told, seconds = start, max(began + args.seconds - ENDING - start, 1e-9)  # one step where compiling took all of it
     while progress < 1:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * rate(progress)
@@ -256,7 +256,7 @@ def train(args: argparse.Namespace, tokens: Tokens, held_out: Tokens, vocabulary
         optimizer.step()
         optimizer.zero_grad()
         value, step, now = loss.item(), step + 1, time.perf_counter()  # waits for the device, so that the time is true
-        progress = step / args.steps if args.steps else (now - start) / (began + args.seconds - ENDING - start)
+        progress = step / args.steps if args.steps else (now - start) / seconds
         if now - told > args.every or progress >= 1:
             told, seen = now, step * args.batch * args.context
             part = held_out_loss(loss_of, held, length, args.batch, windows=HELD_OUT_WINDOWS)
