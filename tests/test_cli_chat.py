@@ -19,7 +19,7 @@ import pytest
 from futransformer import LLM, SamplingParams
 from futransformer.cli import chat, main
 from futransformer.generator.errors import InputError
-from tests.conftest import make_tiny_model
+from tests.conftest import PATIENCE, make_tiny_model
 
 Output = pytest.CaptureFixture[str]
 
@@ -139,15 +139,18 @@ def test_a_terminal_has_a_prompt_and_survives_interrupts(chat_model: Path) -> No
     shown = ""
 
     def expect(what: str, again: signal.Signals | None = None) -> None:
-        """Read until it is shown; send a signal again that came before the line was being read."""
+        """Read until it is shown; send a signal again that came before the line was being read.
+
+        After as long as no answer takes that is on its way: a second signal would interrupt what comes next.
+        """
         nonlocal shown
         tries = 0
         while what not in shown:
-            if select.select([controller], [], [], 1)[0]:
+            if select.select([controller], [], [], 10)[0]:
                 shown += os.read(controller, 4096).decode(errors="replace")
                 continue
             tries += 1
-            assert tries < 40, shown
+            assert tries < PATIENCE / 10, shown
             if again is not None:
                 process.send_signal(again)
         shown = shown[shown.index(what) + len(what) :]
@@ -164,7 +167,7 @@ def test_a_terminal_has_a_prompt_and_survives_interrupts(chat_model: Path) -> No
         expect("begin anew with /reset")
         expect("> ")
         os.write(controller, b"\x04")
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

@@ -25,6 +25,7 @@ from futransformer.checkpoint import expected_shapes
 from futransformer.generator.config import CONFIGS, load_config
 from futransformer.generator.errors import CheckpointError
 from futransformer.small_model import FILES, GGUF_NAME, GGUF_NAMES, is_prepared, prepare_small_model
+from tests.conftest import PATIENCE
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "he", "\u0120he"]
@@ -253,7 +254,7 @@ def test_an_interruption_leaves_nothing_behind(source: Path, tmp_path: Path) -> 
 
 def test_two_at_once(source: Path) -> None:
     """Both convert at the same time, the second to finish keeps the first's folder."""
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=PATIENCE)
     folders: list[Path] = []
 
     def prepare() -> None:
