@@ -8,6 +8,7 @@ import resource
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,18 +227,19 @@ def test_without_a_network(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         prepare_small_model(progress=silent)
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 100 kB, as on a disk that is full."""
+    """No file may grow beyond 100 kB, as on a disk that is full; nor that to which pytest's own words may go."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"could not be prepared in .*free some space"):
+    with small_files(), pytest.raises(CheckpointError, match=r"could not be prepared in .*free some space"):
         prepare_small_model(source=source, progress=silent)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
