@@ -77,16 +77,15 @@ def with_cute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture
-def emulate(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that runs a kernel's own source on the host (emulator.h) and gives what it printed.
+def emulated(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that builds a kernel's own source for the host (emulator.h) and gives the program.
 
-    ``emulate("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``headers`` are
-    further ones that it takes as they are, ``source`` gives another program's text, and ``runs`` the arguments of each
-    of its runs.
+    ``emulated("rows")`` builds emulated_rows.cpp with rows.cuh, whose includes the emulator replaces; ``headers`` are
+    further ones that it takes as they are, and ``source`` gives another program's text.
     """
     folder, settings = Path(__file__).parent, BuildSettings.from_environment()
 
-    def run(kernel: str, *headers: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
+    def build(kernel: str, *headers: str, source: str | None = None) -> Path:
         for header in (kernel, *headers):
             text = (settings.include_dir / "futransformer" / f"{header}.cuh").read_text()
             text = re.sub(r'^#include (<cut.*|".*)$', "", text, flags=re.MULTILINE)
@@ -100,7 +99,20 @@ def emulate(tmp_path: Path) -> Callable[..., str]:
         compiler = str(find_host_compiler(settings))
         compiled = subprocess.run([compiler, *options, *sources], capture_output=True, text=True, check=False)
         assert compiled.returncode == 0, compiled.stderr
-        printed = ""
+        return program
+
+    return build
+
+
+@pytest.fixture
+def emulate(emulated: Callable[..., Path]) -> Callable[..., str]:
+    """Return a function that builds as ``emulated`` does, runs the program and gives what it printed.
+
+    ``runs`` are the arguments of each of its runs.
+    """
+
+    def run(*headers: str, source: str | None = None, runs: Sequence[Sequence[str]] = ((),)) -> str:
+        program, printed = emulated(*headers, source=source), ""
         for arguments in runs:
             ran = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
             assert ran.returncode == 0, ran.stdout + ran.stderr

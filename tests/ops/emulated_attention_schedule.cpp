@@ -4,30 +4,7 @@
 #include <set>
 #include <tuple>
 
-namespace emulator {
-
-// Every lane receives `combine` of the values of all 32.
-template <class Combine>
-uint32_t over_warp(int instruction, uint32_t value, Combine combine) {
-  warp().in[lane()][0] = value;
-  meet(instruction, [combine](Meeting& m) {
-    uint32_t all = combine(m);
-    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = all;
-  });
-  return uint32_t(warp().out[lane()][0]);
-}
-
-}  // namespace emulator
-
-inline uint32_t __ballot_sync(uint32_t, bool value) {
-  return emulator::over_warp(1000, value, [](emulator::Meeting& m) {
-    uint32_t all = 0;
-    for (int lane = 0; lane < 32; ++lane) all |= uint32_t(m.in[lane][0] != 0) << lane;
-    return all;
-  });
-}
 inline int __popc(uint32_t value) { return __builtin_popcount(value); }
-inline int __ffs(uint32_t value) { return __builtin_ffs(value); }
 
 #include "attention_schedule.cuh"
 

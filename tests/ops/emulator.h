@@ -2,8 +2,8 @@
 //
 // Every CUDA thread is a fiber; one OS thread runs them, warp by warp in random order. Warp-wide instructions
 // (ldmatrix, movmatrix, mma.sync m16n8k16, wgmma, shuffles) follow the fragment layouts of the PTX manual; mbarriers count
-// arrivals and bytes; a TMA copy poisons its target at once and delivers at a random later time, so that reading too
-// early and overwriting too early both show. Blocks run one after the other, in random order; those of a cluster by
+// arrivals and bytes; a TMA copy poisons its target at once and delivers at a random later time, in some blocks much later,
+// so that reading too early and overwriting too early both show. Blocks run one after the other, in random order; those of a cluster by
 // turns, each with its own contents of dynamic shared memory.
 //
 // Ends the process with a message on: a warp that diverges at a warp-wide instruction, a barrier that is arrived at too
@@ -21,6 +21,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <random>
 #include <vector>
 
@@ -144,8 +145,12 @@ struct Block {
   int alive = 0, at_barrier = 0;
   unsigned barrier_round = 0;
   std::vector<std::function<void()>> copies;  // in flight
+  unsigned turns_a_copy = 3;                  // on the average
   int bulk_copies = 0, most_bulk_copies = 0;  // of them, and at any time
   int let_go = 0;                             // how often it has let the next kernel start
+  struct {
+    unsigned arrived = 0, round = 0;
+  } named_barriers[16];
 };
 
 struct Cluster {
@@ -180,7 +185,7 @@ void meet(int instruction, Compute compute) {
   while (meeting.round == round) yield();
 }
 
-enum Instruction { kSyncWarp, kMma, kByteMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kWgmma, kShuffle };
+enum Instruction { kSyncWarp, kMma, kByteMma, kLoadMatrix, kLoadMatrixTransposed, kMoveMatrix, kReduce, kBallot, kWgmma, kShuffle };
 
 // ldmatrix.x4: lane 8 i + r brings the address of row r of matrix i; lane l receives two elements of each matrix, of
 // row l / 4 (transposed: of column l / 4).
@@ -434,6 +439,7 @@ inline void run_turns(Block& running, int threads, int turns) {
   if (!running.started) {  // what others wrote before is lost
     std::fill(running.shared.begin(), running.shared.end(), 0x7f);
     running.started = true;
+    if (random() % 4 == 0) running.turns_a_copy = 60;
   }
   std::memcpy(dynamic_shared, running.shared.data(), kSharedBytes);
   for (int turn = 0; running.alive > 0 && turn < turns; ++turn) {
@@ -442,7 +448,7 @@ inline void run_turns(Block& running, int threads, int turns) {
       current = running.fibers[32 * warp + lane].get();
       if (!current->done) swapcontext(&scheduler, &current->context);
     }
-    if (!running.copies.empty() && random() % 3 == 0) {
+    if (!running.copies.empty() && random() % running.turns_a_copy == 0) {
       std::swap(running.copies[random() % running.copies.size()], running.copies.back());
       auto const copy = running.copies.back();
       running.copies.pop_back();
@@ -460,7 +466,7 @@ inline void run_cluster(Cluster& cluster, int threads) {
   previous_kernel(false);
   for (auto& member : cluster.blocks) prepare(*member, threads);
   for (int rounds = 0; cluster.alive > 0; ++rounds) {
-    expect(rounds < 10'000, "a block makes no progress");
+    expect(rounds < 10'000 * blocks, "a block makes no progress");
     Block& next = *cluster.blocks[random() % blocks];
     if (next.alive > 0) run_turns(next, threads, 100);
   }
@@ -520,6 +526,17 @@ T __shfl_xor_sync(uint32_t, T value, int distance) {
 }
 
 template <class T>
+T __shfl_down_sync(uint32_t, T value, int distance) {
+  static_assert(sizeof(T) == 4);
+  std::memcpy(emulator::warp().in[emulator::lane()], &value, 4);
+  emulator::meet(emulator::kShuffle + 64 + distance, [distance](emulator::Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = m.in[lane + distance < 32 ? lane + distance : lane][0];
+  });
+  std::memcpy(&value, emulator::warp().out[emulator::lane()], 4);
+  return value;
+}
+
+template <class T>
 T __shfl_sync(uint32_t, T value, int source) {
   static_assert(sizeof(T) == 4);
   uint32_t bits;
@@ -542,6 +559,16 @@ T __reduce_max_sync(uint32_t, T value) {
     for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = uint32_t(most);
   });
   return T(uint32_t(emulator::warp().out[emulator::lane()][0]));
+}
+
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  emulator::warp().in[emulator::lane()][0] = value;
+  emulator::meet(emulator::kBallot, [](emulator::Meeting& m) {
+    uint32_t lanes = 0;
+    for (int lane = 0; lane < 32; ++lane) lanes |= uint32_t(m.in[lane][0]) << lane;
+    for (int lane = 0; lane < 32; ++lane) m.out[lane][0] = lanes;
+  });
+  return emulator::warp().out[emulator::lane()][0];
 }
 
 inline bool __any_sync(uint32_t mask, bool value) { return __reduce_max_sync(mask, int(value)); }
@@ -569,6 +596,16 @@ void __stcg(T* target, T const& value) {
   emulator::expect(reinterpret_cast<uintptr_t>(target) % sizeof(T) == 0, "a misaligned store");
   *target = value;
 }
+template <class T>
+T __ldcg(T const* source) {
+  return *source;
+}
+inline int __ffs(unsigned value) { return __builtin_ffs(int(value)); }
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 4; ++i) sum += int8_t(a >> 8 * i) * int8_t(b >> 8 * i);
+  return sum;
+}
+inline long long clock64() { return 0; }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   uint64_t const bytes = uint64_t(high) << 32 | low;
   uint32_t chosen = 0;
@@ -610,6 +647,7 @@ struct ClusterBarrier {
     state->expected = state->pending = arrivals;
   }
   void arrive() const { state->arrive(); }
+  bool test_wait(uint32_t parity) const { return (state->phase & 1) != parity; }
 };
 struct ClusterTransactionBarrier : ClusterBarrier {
   void arrive_and_expect_tx(uint32_t bytes) const {
@@ -617,6 +655,21 @@ struct ClusterTransactionBarrier : ClusterBarrier {
     state->arrive();
   }
 };
+struct NamedBarrier {
+  static void sync(unsigned threads, unsigned id) {
+    auto& barrier = emulator::block->named_barriers[id];
+    unsigned const round = barrier.round;
+    if (++barrier.arrived == threads) {
+      barrier.arrived = 0;
+      ++barrier.round;
+    }
+    while (barrier.round == round) emulator::yield();
+  }
+};
+template <int>
+void warpgroup_reg_alloc() {}
+template <int>
+void warpgroup_reg_dealloc() {}
 inline void fence_barrier_init() {}
 inline void fence_view_async_shared() {}
 }  // namespace arch
@@ -625,7 +678,7 @@ inline void fence_view_async_shared() {}
 namespace cute {
 using uint128_t = unsigned __int128;
 namespace TMA {
-enum class CacheHintSm90 : uint64_t { EVICT_FIRST, EVICT_LAST };
+enum class CacheHintSm90 : uint64_t { EVICT_FIRST, EVICT_NORMAL, EVICT_LAST };
 }
 inline void prefetch_tma_descriptor(CUtensorMap const*) {}
 struct SM90_TMA_LOAD_2D {
@@ -786,6 +839,28 @@ inline void load_bulk_once(void* target, void const* source, int bytes,
 inline void wait(cutlass::arch::ClusterBarrier const& barrier, uint32_t parity) {
   while ((barrier.state->phase & 1) == parity) emulator::yield();
 }
+inline int thread_now() { return threadIdx.x; }
+
+// What blocks leave for one another: seen at once. Who asks in vain lets others go on.
+struct alignas(16) TaggedVector {
+  uint64_t words[2];
+};
+using TaggedWord = uint64_t;
+inline uint64_t tagged(uint32_t word, uint32_t tag) { return uint64_t(tag) << 32 | word; }
+inline bool has_tag(uint64_t word, uint32_t tag) { return uint32_t(word >> 32) == tag; }
+inline bool has_tag(TaggedVector const& vector, uint32_t tag) {
+  return has_tag(vector.words[0], tag) && has_tag(vector.words[1], tag);
+}
+inline void send(TaggedVector* place, uint32_t first, uint32_t second, uint32_t tag) {
+  *place = {tagged(first, tag), tagged(second, tag)};
+}
+inline void send(TaggedWord* place, uint32_t word, uint32_t tag) { *place = tagged(word, tag); }
+template <class Word>
+Word look(Word const* place) {
+  emulator::yield();
+  return *place;
+}
+
 inline uint64_t wgmma_descriptor(void const* b) { return reinterpret_cast<uint64_t>(b) >> 4; }
 template <int Sums>
 void begin_wgmma(float (&)[Sums]) {}
@@ -814,3 +889,32 @@ float sum_over_lanes(float value) {
 }
 
 }  // namespace futransformer
+
+namespace emulator {
+
+// An argument of a kernel, of a file: it is written back in the end.
+template <class T>
+struct File {
+  std::string path;
+  long bytes;
+  std::vector<uint4> words;  // 16-byte aligned, as on the device
+
+  explicit File(std::string const& name) : path(name) {
+    FILE* file = std::fopen(path.c_str(), "rb");
+    expect(file, name.c_str());
+    std::fseek(file, 0, SEEK_END);
+    bytes = std::ftell(file);
+    std::rewind(file);
+    words.resize(bytes / 16 + 1);
+    expect(long(std::fread(words.data(), 1, bytes, file)) == bytes, name.c_str());
+    std::fclose(file);
+  }
+  ~File() {
+    FILE* file = std::fopen(path.c_str(), "wb");
+    std::fwrite(words.data(), 1, bytes, file);
+    std::fclose(file);
+  }
+  operator T*() { return reinterpret_cast<T*>(words.data()); }
+};
+
+}  // namespace emulator
